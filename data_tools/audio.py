@@ -8,14 +8,13 @@ of OpenAI, ``audio`` of transformers' processors, ``audio_url`` of vLLM), or hav
 ``<audio>`` is also HTML. If no sound is listed, it counts as a placeholder only where placeholders stand, at
 the beginning or the end of a line. It is text within a sentence ("How do I use the <audio> tag?"), where no
 format of training data has one without a list of sounds; as code (in backticks); as an element with
-``</audio>``; and next to other elements of HTML (``<source>``, ``<div>``). If images or videos are listed,
-whose markers may stand anywhere, it counts as a placeholder anywhere except in code. ``<sound>`` and
+``</audio>``; and beside other elements of HTML (``<source>``, ``<div>``). If images or videos are listed,
+whose markers may stand anywhere, it counts as a placeholder anywhere except in code and HTML. ``<sound>`` and
 ``<speech>`` are read like it. Answers may be HTML and are never searched for it.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
@@ -101,7 +100,9 @@ def find_audio_placeholder(text: str, match_anywhere: bool) -> str | None:
             return placeholder_match[0]
 
     # Code is replaced by a word, so that the text around it still counts as one sentence.
-    prose = _without_html(CODE_SPAN.sub("code", text))
+    prose = CODE_SPAN.sub("code", text)
+    if PAGE_ELEMENT.search(prose):
+        prose = AUDIO_PLACEHOLDER.sub("code", prose)
     unambiguous_match = NUMBERED_PLACEHOLDER.search(prose) or (
         AUDIO_PLACEHOLDER.search(prose) if match_anywhere else None
     )
@@ -114,19 +115,3 @@ def find_audio_placeholder(text: str, match_anywhere: bool) -> str | None:
             if placeholder_match.start() == 0 or placeholder_match.end() == len(stripped_line):
                 return placeholder_match[0]
     return None
-
-
-def _without_html(text: str) -> str:
-    """Placeholders with nothing but white space between them and an element of a page become words."""
-    tag_matches = sorted(
-        [*PAGE_ELEMENT.finditer(text), *AUDIO_PLACEHOLDER.finditer(text)], key=lambda piece: piece.start()
-    )
-    is_tag = [PAGE_ELEMENT.fullmatch(piece[0]) is not None for piece in tag_matches]
-
-    html_positions = set()
-    for i, (left_match, right_match) in enumerate(itertools.pairwise(tag_matches)):
-        is_adjacent = not text[left_match.end() : right_match.start()].strip()
-        if is_adjacent and is_tag[i] != is_tag[i + 1]:
-            html_positions.add(right_match.start() if is_tag[i] else left_match.start())
-
-    return AUDIO_PLACEHOLDER.sub(lambda piece: "code" if piece.start() in html_positions else piece[0], text)

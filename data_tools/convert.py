@@ -12,15 +12,10 @@ All of it happens in ``OUT.partial``, which becomes ``OUT`` at the end. A killed
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import signal
 import sqlite3
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import batched
@@ -35,7 +30,6 @@ from megatron_vl.data.source.location import PART_NAME, part_name
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
-from megatron_vl.system.processes import end_with_parent
 from megatron_vl.system.progress_bar import progress
 
 from .formats import FORMATS, Conversation, RecordError, read_conversation
@@ -46,6 +40,7 @@ from .media import MediaRoots, is_embedded, read_media
 from .record_ids import RecordIds
 from .records import UnreadableRecord, read_records
 from .shards import CONVERSION_FILE, MEDIA_NAMES_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
+from .worker_pool import WorkerPool
 
 RECORDS_PER_BATCH = 16
 RECORDS_PER_BLOCK = 256
@@ -110,9 +105,8 @@ class DataReport:
             counts = self.ignored.setdefault(key_location, {})
             key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
-        self.answer_media += sample.answer_media
-        self.unsaid_boxes += sample.unsaid_boxes
-        self.unfinished_turns += sample.unfinished_turns
+        for name, count in sample.counts.items():
+            setattr(self, name, getattr(self, name) + count)
         for info in sample.media_infos:
             self.images += info.kind == "image"
             self.videos += info.kind == "video"
@@ -130,14 +124,12 @@ class DataReport:
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Settings of a conversion."""
+    """Settings of a conversion; the help of ``data convert`` says what they do."""
 
     media_root: Path | tuple[Path, ...] | None
-    """Folder of the media, or several that are searched one after the other; None: no record refers to a
-    file."""
+    """None: no record refers to a file."""
     out: Path
     follow_links: bool = False
-    """Whether a link may lead out of its media root."""
     workers: int = 1
     val_fraction: float = 0.0
     samples_per_shard: int = 1000
@@ -147,13 +139,9 @@ class ConversionOptions:
     format: str = ""
     """Name of the format (:data:`data_tools.formats.FORMATS`) of all records; empty: each record's own."""
     columns: str = ""
-    """The columns of questions and answers (:func:`~data_tools.input_files.parse_columns`); empty: the fields
-    of the format."""
+    """As :func:`~data_tools.input_files.parse_columns` reads it; empty: the fields of the format."""
     missing_markers: Literal["first", "refuse"] = "refuse"
-    """What to do with a record that lists media and has no marker in its text: put the media before the first
-    question, or refuse the record."""
     caption_prompt: str = ""
-    """The question to which a caption is the answer; empty: a caption is a document."""
     duplicate_ids: Literal["refuse", "keep"] = "refuse"
     """What to do with a record whose ``id`` occurred in an earlier usable record of the same part."""
     part: tuple[int, int] = (0, 1)
@@ -443,7 +431,7 @@ def read_record(
             raise RecordError("clip outside of its video", str(error), field_path) from error
         except UnusableError as error:
             raise RecordError(error.reason, str(error), field_path) from error
-    check_boxes(conversation.objects, [info for info, _ in media])
+    check_boxes(conversation.objects, [info for info, _ in media], conversation.media_limits)
     return conversation, media
 
 
@@ -483,76 +471,3 @@ def _shorten_text(text: str) -> str:
 def _escape_invalid_unicode(detail: str) -> str:
     """Replaces invalid Unicode, which names in a record may contain, but text about them must not."""
     return detail.encode(errors="backslashreplace").decode()
-
-
-class WorkerPool:
-    """Worker processes; with one worker, this process does the work itself."""
-
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self.executor: ProcessPoolExecutor | None = None
-        self.processes: dict[int | None, Any] = {}
-
-    def __enter__(self) -> WorkerPool:
-        if self.num_workers > 1:
-            # fork: workers share what is imported here and start at once; no threads have been started yet.
-            self.executor = ProcessPoolExecutor(
-                self.num_workers, multiprocessing.get_context("fork"), initializer=_start_worker
-            )
-        return self
-
-    def __exit__(self, error_type: object, error: BaseException | None, *_: object) -> None:
-        if self.executor is not None:
-            self.executor.shutdown(wait=True, cancel_futures=True)
-        if isinstance(error, BrokenProcessPool):
-            raise ConvertError(
-                f"{self._dead_worker()} died (out of memory, or a media file crashed its decoder);"
-                " try --workers 1"
-            ) from error
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        if self.executor is not None:
-            future = self.executor.submit(function, *arguments)
-            # They start one after the other.
-            if len(self.processes) < self.num_workers:
-                self.processes |= {one.pid: one for one in multiprocessing.active_children()}
-            return future
-        finished_future: Future[Any] = Future()
-        finished_future.set_result(function(*arguments))
-        return finished_future
-
-    def results_in_order(
-        self, function: Callable[..., Any], task_arguments: Iterator[tuple[Any, ...]]
-    ) -> Iterator[Any]:
-        """Yields the results in the order of the tasks. At most four tasks for each worker are pending."""
-        pending_futures: deque[Future[Any]] = deque()
-        for arguments in task_arguments:
-            pending_futures.append(self.submit(function, *arguments))
-            if len(pending_futures) >= 4 * self.num_workers:
-                yield pending_futures.popleft().result()
-        while pending_futures:
-            yield pending_futures.popleft().result()
-
-    def _dead_worker(self) -> str:
-        """The process that died first: the pool ends the others by SIGTERM."""
-        for process in self.processes.values():
-            process.join(5)
-            if process.exitcode not in (0, None, -signal.SIGTERM):
-                code = -process.exitcode
-                cause = signal.Signals(code).name if code > 0 else f"exit code {process.exitcode}"
-                return f"worker process {process.pid} ({cause})"
-        return "a worker process"
-
-
-def _start_worker() -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
-    # A worker holds both ends of the queue, so it would wait for a task forever if its parent were killed.
-    end_with_parent()
-
-
-def default_workers() -> int:
-    """Default number of processes: the available cores, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)))

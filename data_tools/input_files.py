@@ -281,30 +281,14 @@ def _index_files(index_path: Path, dataset_names: list[str] | None) -> list[Inpu
             f"{index_path} does not have {', '.join(unknown_names)}; it has {', '.join(sorted(index))}"
         )
     index = {name: entry for name, entry in index.items() if dataset_names is None or name in dataset_names}
-    remotes = {name: [entry[key] for key in REMOTE_KEYS if entry.get(key)] for name, entry in index.items()}
-    remote_names = [name for name, locations in remotes.items() if locations]
-    if remote_names:
-        local_names = [name for name, locations in remotes.items() if not locations]
-        advice = f"choose the local ones: {index_path}:{','.join(local_names)}"
-        raise InputError(
-            f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} on a hub,"
-            " and nothing is downloaded here. Download it (hf download --repo-type dataset"
-            f" {remotes[remote_names[0]][0]} --local-dir DIR) and put its file or folder under"
-            f' "file_name", or {advice if local_names else "no other is local"}'
-        )
+    for name, entry in index.items():
+        if hub_name := next((entry[key] for key in REMOTE_KEYS if entry.get(key)), ""):
+            raise InputError(
+                f"{index_path}: {name} is on a hub, and nothing is downloaded here. Download it (hf download"
+                f" --repo-type dataset {hub_name} --local-dir DIR) and put its file or folder under"
+                f' "file_name", or choose local ones: {index_path}:NAME,NAME'
+            )
     return [source for name, entry in index.items() for source in _index_entry_files(index_path, name, entry)]
-
-
-def _field_names(
-    entry: dict[str, Any], key: str, known_names: dict[str, str], location: str
-) -> dict[str, str]:
-    """The names under ``columns`` or ``tags`` of a data set. Raises InputError if they are something else."""
-    field_names = entry.get(key) or {}
-    if not isinstance(field_names, dict) or not all(isinstance(n, str | None) for n in field_names.values()):
-        raise InputError(f"{location}: {key} must give a field's name for each of its keys")
-    if unknown_names := [name for name in field_names if name not in known_names]:
-        raise InputError(f"{location}: the {key} {', '.join(unknown_names)} are unknown")
-    return field_names
 
 
 def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any]) -> list[InputFile]:
@@ -315,7 +299,7 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     if entry.get("num_samples") is not None:
         raise InputError(f"{location} asks for num_samples; take it out, and use a mixture's weights instead")
     formatting = entry.get("formatting", "alpaca")
-    if not isinstance(formatting, str) or formatting not in FORMAT_BY_FORMATTING:
+    if formatting not in FORMAT_BY_FORMATTING:
         raise InputError(
             f"{location} has the formatting {formatting!r}; valid: {', '.join(FORMAT_BY_FORMATTING)}"
         )
@@ -323,8 +307,9 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     if not isinstance(file_name, str):
         raise InputError(f'{location} has no "file_name"')
 
-    columns = _field_names(entry, "columns", FIELD_BY_COLUMN, location)
-    tags = _field_names(entry, "tags", DEFAULT_TAGS, location)
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    if unknown_names := [name for name in (*columns, *tags) if name not in FIELD_BY_COLUMN | DEFAULT_TAGS]:
+        raise InputError(f"{location}: the columns or tags {', '.join(unknown_names)} are unknown")
     field_by_column = {
         column: FIELD_BY_COLUMN[key] or "conversations" for key, column in columns.items() if column
     }

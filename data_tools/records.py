@@ -28,7 +28,6 @@ WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 MAX_RECORD_BYTES = 1 << 30
 INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
 """Finds the end of a record that is refused for its keys, or for an integer that Python does not read."""
-LONG_INTEGER_TEXT = f"an integer has more than {sys.get_int_max_str_digits()} digits; write it as a string"
 MAX_NESTING = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
@@ -165,10 +164,16 @@ def _parse_line(line: bytes) -> Any:
         return UnreadableRecord("not UTF-8", str(error))
     except (json.JSONDecodeError, RecursionError) as error:
         return UnreadableRecord("not JSON", str(error))
-    except DuplicateKeyError as error:
+    except ValueError as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: ValueError) -> UnreadableRecord:
+    """The record of an error of :data:`EXACT_DECODER` in valid JSON."""
+    if isinstance(error, DuplicateKeyError):
         return UnreadableRecord("duplicate key", str(error))
-    except ValueError:  # Python's limit on the digits of an integer
-        return UnreadableRecord("integer too long", LONG_INTEGER_TEXT)
+    digits = sys.get_int_max_str_digits()
+    return UnreadableRecord("integer too long", f"more than {digits} digits; write the integer as a string")
 
 
 def _check_nesting(json_value: Any, num_brackets: int) -> Any:
@@ -265,13 +270,8 @@ class _ArrayText:
                 raise ReadError(f"{self.path}: record {record_number} is nested too deeply") from error
             except json.JSONDecodeError as error:
                 self._refuse_broken_record(error, record_number)
-            except DuplicateKeyError as error:
-                json_decoder = INTEGER_SKIPPING_DECODER
-                refused_record = UnreadableRecord("duplicate key", str(error))
-                continue
-            except ValueError:  # from here on, only the end of the record is looked for
-                json_decoder = INTEGER_SKIPPING_DECODER
-                refused_record = UnreadableRecord("integer too long", LONG_INTEGER_TEXT)
+            except ValueError as error:  # from here on, only the end of the record is looked for
+                json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _unreadable(error)
                 continue
 
             if len(self.text) - self.position > MAX_RECORD_BYTES:

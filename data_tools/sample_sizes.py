@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import json
-import multiprocessing
-import os
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -57,10 +54,10 @@ from megatron_vl.data.source.tar_list import TARS_FILE
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
-from megatron_vl.system.processes import end_with_parent
 from megatron_vl.system.progress_bar import progress
 
 from .sample_sources import SampleReader, SampleSource
+from .worker_pool import run_tasks
 
 ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "samples": SAMPLE_DTYPE,
@@ -292,19 +289,6 @@ def _open_array(array_path: Path, dtype: np.dtype) -> Iterator[Callable[[NDArray
         write_header()
 
 
-def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) -> Iterator[Any]:
-    """The results of a function for each number of a task, in order, from forked processes."""
-    if num_workers <= 1 or num_tasks <= 1:
-        yield from map(function, range(num_tasks))
-        return
-    # Forked processes would not survive the tokenizer's own threads.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    context = multiprocessing.get_context("fork")
-    # A worker whose parent was killed would wait for its next shard indefinitely.
-    with ProcessPoolExecutor(num_workers, context, initializer=end_with_parent) as process_pool:
-        yield from process_pool.map(function, range(num_tasks))
-
-
 class MeasuredSample(NamedTuple):
     """A sample's sizes. If it cannot be used, all but the reason is 0 or empty."""
 
@@ -313,7 +297,8 @@ class MeasuredSample(NamedTuple):
     assistant_turns: int = 0
     media: NDArray[np.void] = np.zeros(0, MEDIUM_DTYPE)
     unusable_reason: str = ""
-    is_document: bool = False
+    is_cut_document: bool = False
+    """Whether it is a document that may be cut."""
     text_before: NDArray[np.uint32] = np.zeros(0, np.uint32)
     """uint32 [media]: number of tokens of a document's text before each medium."""
     limits: Sequence[bytes] = ()
@@ -340,7 +325,7 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
             [(each.text_tokens, end) for each, end in zip(measured, media_ends, strict=True)], SAMPLE_DTYPE
         ),
         "media": np.concatenate([MeasuredSample().media, *(each.media for each in measured)]),
-        "documents": np.array([each.is_document for each in measured], np.bool_),
+        "documents": np.array([each.is_cut_document for each in measured], np.bool_),
         "text_before": np.concatenate([np.zeros(0, np.uint32), *(each.text_before for each in measured)]),
         "limits": np.frombuffer(b"".join(limit_texts), np.uint8),
         "limits_end": np.cumsum([len(text) for text in limit_texts], dtype=np.uint64),
@@ -385,14 +370,18 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         limits = [json.dumps(each).encode() if each else b"" for each in own_limits]
         # The text is the same without the limits, which a run's settings may contradict.
         grids = [stored_media_grid(item, encoder.pixel_settings) for item in record["media"]]
-        text_before, num_digits = np.zeros(len(media), np.uint32), 0
+        objects = SampleObjects(record, grids, chat_encoder.spec.vision)
+        sized_boxes = objects.sized_boxes()
+        num_digits = sum(len(str(n)) for box in sized_boxes for n in objects.numbers(box))
+        limits += [limits[box.get("medium", 0)] for box in sized_boxes for _ in box["box"]]
+        text_before = np.zeros(len(limits), np.uint32)
         exchanges = np.zeros(0, EXCHANGE_DTYPE)
         if "document" in record:
-            token_ids, _, spans = encode_document(chat_encoder, record["document"], grids)
+            token_ids, _, spans = encode_document(chat_encoder, objects.written_document(), grids)
             media_tokens = np.array([end - start for start, end in spans], np.int64)
-            text_before[:] = [start for start, _ in spans] - (media_tokens.cumsum() - media_tokens)
+            starts_of_media = np.array([start for start, _ in spans], np.int64)
+            text_before[: len(media)] = starts_of_media - (media_tokens.cumsum() - media_tokens)
         else:
-            objects = SampleObjects(record, grids, chat_encoder.spec.vision)
             starts: list[ExchangeStart] = []
             token_ids, _ = chat_encoder.encode(
                 objects.written_messages(),
@@ -401,13 +390,9 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
                 template_arguments=record.get("chat_template_kwargs"),
                 exchange_starts=None if objects.has_boxes else starts,
             )
-            sized_boxes = objects.sized_boxes()
-            num_digits = sum(len(str(n)) for box in sized_boxes for n in objects.numbers(box))
-            limits += [limits[box["medium"]] for box in sized_boxes for _ in box["box"]]
-            media = np.append(media, _coordinate_rows(sized_boxes, media))
-            text_before = np.zeros(len(media), np.uint32)
             media_tokens = np.cumsum([0, *map(chat_encoder.media_token_count, grids)])
             exchanges = np.array([(start - media_tokens[n], n) for start, n in starts], EXCHANGE_DTYPE)
+        media = np.append(media, _coordinate_rows(sized_boxes, media))
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
@@ -418,14 +403,14 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
         return MeasuredSample(unusable_reason=refusal_of_error(error).reason)
     text_tokens = len(token_ids) - sum(map(chat_encoder.media_token_count, grids)) - num_digits
     turns = sum(message.get("role") == "assistant" for message in record.get("messages", ()))
-    is_document = "document" in record
-    return MeasuredSample(text_tokens, turns, media, "", is_document, text_before, limits, exchanges)
+    may_be_cut = "document" in record and not objects.has_boxes
+    return MeasuredSample(text_tokens, turns, media, "", may_be_cut, text_before, limits, exchanges)
 
 
 def _coordinate_rows(boxes: Sequence[dict[str, Any]], media: NDArray[np.void]) -> NDArray[np.void]:
     """A row for each coordinate whose digits follow from the limits of a run: that of its image, with
     :data:`COORDINATE` frames, the number in ``fps``, and its frame of reference and axis in ``whole``."""
-    rows = media[[box["medium"] for box in boxes for _ in box["box"]]]
+    rows = media[[box.get("medium", 0) for box in boxes for _ in box["box"]]]
     rows["frames"], rows["fps"] = COORDINATE, [number for box in boxes for number in box["box"]]
     rows["whole"] = [2 * FRAMES.index(box["frame"]) + i % 2 for box in boxes for i in range(len(box["box"]))]
     return rows

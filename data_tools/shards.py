@@ -51,9 +51,8 @@ class StoredSample:
     record_source: dict[str, Any]
     record_identity: str
     ignored_keys: list[tuple[str, str]]
-    answer_media: int
-    unsaid_boxes: int
-    unfinished_turns: int
+    counts: dict[str, int]
+    """What the report sums up, by its fields."""
     media_names: list[str]
     """The media's names in the record; empty for media in the record itself."""
 
@@ -103,9 +102,7 @@ def store_sample(
         record_source,
         conversation.record_identity,
         conversation.ignored_keys,
-        conversation.answer_media,
-        conversation.unsaid_boxes,
-        conversation.unfinished_turns,
+        {name: getattr(conversation, name) for name in ("answer_media", "unsaid_boxes", "unfinished_turns")},
         ["" if is_embedded(reference) else str(reference) for _, reference in conversation.media_references],
     )
 
@@ -239,12 +236,10 @@ class ShardWriter:
         if shard is None:
             return
         shard.close()
-        keyed_infos = [(sample.key, sample.media_infos) for sample in shard.samples]
         shard_number = sum(self.num_shards.values())
         self.num_shards[split_name] += 1
-        self.pending_shards.append(
-            self.submit(index_shard, shard.name, shard_number, keyed_infos, self.dataset_dir)
-        )
+        arguments = (shard.name, shard_number, len(shard.samples), self.dataset_dir)
+        self.pending_shards.append(self.submit(index_shard, *arguments))
         while len(self.pending_shards) > self.max_pending:
             self.index_writer.add_shard(self.pending_shards.popleft().result())
 
@@ -275,13 +270,8 @@ class ShardWriter:
         return self.index_writer.written_shards
 
 
-def index_shard(
-    shard_name: str, shard_number: int, keyed_infos: list[tuple[str, list[MediaInfo]]], dataset_dir: Path
-) -> WrittenShard:
+def index_shard(shard_name: str, shard_number: int, num_samples: int, dataset_dir: Path) -> WrittenShard:
     """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index.
-
-    Args:
-        keyed_infos: key and media of each sample.
 
     Raises:
         ShardError: Energon does not find all samples.
@@ -289,7 +279,7 @@ def index_shard(
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 
-    tar_path, num_samples = dataset_dir / shard_name, len(keyed_infos)
+    tar_path = dataset_dir / shard_name
     rows = list(
         WebdatasetPreparator._preprocess_tar(
             shard_name, {shard_name: shard_number}, EPath(dataset_dir), max_parts=0
@@ -300,39 +290,8 @@ def index_shard(
         raise ShardError(f"{tar_path}: Energon finds {found} of {num_samples} samples")
 
     durable_files.fsync_path(tar_path)  # here, so that the end need not wait for all of them
-    rows = [row for row in rows if not isinstance(row, IndexShardInfo)] + _media_rows(keyed_infos)
+    rows = [row for row in rows if not isinstance(row, IndexShardInfo)]
     return WrittenShard(shard_name, num_samples, tar_path.stat().st_size, file_sha256(tar_path), rows)
-
-
-def _media_rows(keyed_infos: list[tuple[str, list[MediaInfo]]]) -> list[Any]:
-    """The rows of the media's sizes that Energon's own ``prepare`` would store: before EXIF orientation."""
-    from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata
-    from megatron.energon.media.metadata import AVMetadata, ImageMetadata, serialize_media_metadata
-
-    metadata_rows = []
-    for sample_key, media_infos in keyed_infos:
-        for i, media_info in enumerate(media_infos):
-            if media_info.kind == "image":
-                media_metadata: Any = ImageMetadata(
-                    width=media_info.stored_width,
-                    height=media_info.stored_height,
-                    format=media_info.image_format,
-                    mode=media_info.image_mode,
-                )
-            else:
-                media_metadata = AVMetadata(
-                    video_width=media_info.width,
-                    video_height=media_info.height,
-                    video_duration=media_info.num_frames / media_info.fps,
-                    video_num_frames=media_info.num_frames,
-                    video_fps=media_info.fps,
-                )
-
-            kind, content = serialize_media_metadata(media_metadata)
-            key = f"{sample_key}.{i}.{media_info.suffix}"
-            row = IndexMediaMetadata(entry_key=key, metadata_type=kind.value, metadata_json=content)
-            metadata_rows.append(row)
-    return metadata_rows
 
 
 class IndexWriter:
@@ -344,9 +303,7 @@ class IndexWriter:
 
         self.meta_dir = meta_dir
         self.meta_dir.mkdir()
-        self.sqlite_writer = SqliteIndexWriter(
-            EPath(self.meta_dir / "index.sqlite"), enable_media_metadata=True
-        )
+        self.sqlite_writer = SqliteIndexWriter(EPath(self.meta_dir / "index.sqlite"))
         self.written_shards: list[WrittenShard] = []
 
     def add_shard(self, shard: WrittenShard) -> None:
@@ -356,18 +313,13 @@ class IndexWriter:
                 f"{shard.name} is one more than the {MAX_SHARDS} shards that the loader reads of a data set;"
                 " convert the input in parts (--part)"
             )
-        from megatron.energon.flavors.webdataset.prepare import (
-            IndexMediaMetadata,
-            IndexSample,
-            IndexSamplePart,
-        )
+        from megatron.energon.flavors.webdataset.prepare import IndexSample, IndexSamplePart
 
         def rows_of_type(row_type: type) -> list[Any]:
             return [row for row in shard.index_rows if isinstance(row, row_type)]
 
         self.sqlite_writer.append_samples(rows_of_type(IndexSample))
         self.sqlite_writer.append_parts(rows_of_type(IndexSamplePart))
-        self.sqlite_writer.append_media_metadata_batch(rows_of_type(IndexMediaMetadata))
         shard.index_rows = []
         self.written_shards.append(shard)
 

@@ -116,11 +116,7 @@ class DatasetStatistics:
             for reason, mask in each.left_out_masks.items():
                 left_out_tokens[reason] += int(each.sizes["tokens"][mask].sum())
         whole_tokens = sum(int(each.sizes["tokens"][each.usable_mask].sum()) for each in self.sources)
-        return {
-            "whole": whole_tokens - cut["tokens"],
-            "cut": cut,
-            "left_out": dict(+left_out_tokens),
-        }
+        return {"whole": whole_tokens - cut["tokens"], "cut": cut, "left_out": dict(+left_out_tokens)}
 
     def check_usable(self) -> None:
         """Raises SizesError if no sample can be used."""

@@ -51,7 +51,8 @@ from megatron_vl.system.errors import UserError, is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.system.progress_bar import progress
 
-from .sample_sizes import ARRAY_DTYPES, ShardSizes, measure_samples, run_tasks, write_sizes
+from .sample_sizes import ARRAY_DTYPES, ShardSizes, measure_samples, write_sizes
+from .worker_pool import run_tasks
 
 RESULTS_DIR = "tar-index"
 RESULT_VERSION = 3

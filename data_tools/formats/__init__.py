@@ -1,6 +1,6 @@
 """Reads conversations and documents of all formats into one form, with their media in the order of the text.
 
-:data:`FORMATS` is the table of formats, one file each. A record's format is given, or recognised by its
+:data:`FORMATS` is the table of formats. A record's format is given, or recognised by its
 fields. Text stays as it is, including white space (except in ``qwen``). Nothing is guessed. A record is
 refused if its markers and media disagree, if its first turn is not the user's, if an answer has no text, or
 if it holds something that belongs to the task and cannot be shown to the model: boxes without markers,
@@ -14,12 +14,18 @@ import difflib
 from typing import Any, Literal
 
 from megatron_vl.data.sample.boxes import MARKER
-from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens, order_results
+from megatron_vl.data.sample.conversation_checks import (
+    ChatError,
+    check_control_tokens,
+    iterate_texts,
+    order_results,
+)
 
-from . import alpaca, documents, llamafactory, openai, qwen, sharegpt, trl, turn_pairs
+from . import alpaca, documents, turn_lists, turn_pairs
 from .alpaca import ANSWER_FIELDS, QUESTION_FIELDS
 from .conversation import (
     Conversation,
+    Message,
     RecordError,
     add_system,
     check_answers,
@@ -39,6 +45,7 @@ from .record_reader import (
     CLIP_KEYS,
     EMPTY_VALUES,
     MEDIA_MARKER,
+    OBJECT_FIELDS,
     TIME_KEYS,
     RecordFormat,
     RecordReader,
@@ -48,10 +55,12 @@ from .tool_calls import drop_null_arguments, read_template_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
-_CONVERSATIONS = (llamafactory, openai, qwen, sharegpt, turn_pairs, trl, alpaca)
 FORMATS: dict[str, RecordFormat] = {
     record_format.name: record_format
-    for record_format in (*(module.FORMAT for module in _CONVERSATIONS), *documents.FORMATS)
+    for record_format in (
+        *(turn_lists.OPENAI, turn_lists.QWEN, turn_lists.SHAREGPT, turn_pairs.FORMAT, turn_lists.TRL),
+        *(alpaca.FORMAT, *documents.FORMATS),
+    )
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
@@ -113,12 +122,13 @@ def read_conversation(
         reader.place_media_first(messages)
     reader.check_media_counts()
     if reader.media_references:
-        has_frame = isinstance(record.get("boxes"), str) and not record_format.is_document
-        refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS[has_frame:]), "")
+        refuse_unread_keys(record, (*CLIP_KEYS, *BOX_KEYS[isinstance(record.get("boxes"), str) :]), "")
     if any(kind == "video" for kind, _ in reader.media_references):
         refuse_unread_keys(record, TIME_KEYS, "")
+    if record_format.is_document:
+        record = _without_unread_objects(record, messages, reader)
     if messages[0]["role"] == "document":
-        return _checked_document(record, messages[0]["content"], reader)
+        return _checked_document(record, messages, reader)
     check_answers(messages, record_format.turns_field)
 
     # The order of roles is checked with the system prompt in place.
@@ -156,14 +166,25 @@ def read_conversation(
     )
 
 
-def _checked_document(
-    record: dict[str, Any], parts: list[dict[str, Any]], reader: RecordReader
-) -> Conversation:
+def _without_unread_objects(
+    record: dict[str, Any], messages: list[Message], reader: RecordReader
+) -> dict[str, Any]:
+    """A document's record without the objects for which its text has no marker."""
+    has_objects = any(record.get(field) for field in OBJECT_FIELDS)
+    if not has_objects or any(map(MARKER.search, iterate_texts(messages))):
+        return record
+    unread_fields = OBJECT_FIELDS[: 1 if reader.media_references else 2]
+    reader.note_ignored_keys("records", {key: record.get(key) for key in unread_fields})
+    return {key: value for key, value in record.items() if key not in unread_fields}
+
+
+def _checked_document(record: dict[str, Any], messages: list[Message], reader: RecordReader) -> Conversation:
     """A document. Raises RecordError if it is not to be trained on."""
     weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "") or (1.0, "")
-    if record.get("objects") and any(MARKER.search(part.get("text", "")) for part in parts):
-        detail = "the objects of a document are not read; write the boxes into its text"
-        raise RecordError("bad objects", detail, "objects")
+    media_kinds = [kind for kind, _ in reader.media_references]
+    object_reader = ObjectReader(record, media_kinds, len(media_kinds))
+    if media_kinds or any(record.get(field) for field in OBJECT_FIELDS):  # text alone is not searched
+        messages = object_reader.read_messages(messages)
     if weight[0] == 0:
         raise RecordError("no loss", "the document has the loss weight 0", weight[1])
     return Conversation(
@@ -173,8 +194,10 @@ def _checked_document(
         record_identity(record.get("id")),
         reader.ignored_keys,
         media_limits=reader.media_limits,
-        document=parts,
+        document=messages[0]["content"],
         loss_weight=weight[0],
+        objects=object_reader.take_objects(messages),
+        unsaid_boxes=object_reader.unsaid_boxes,
     )
 
 

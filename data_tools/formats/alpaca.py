@@ -71,8 +71,6 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
 FORMAT = RecordFormat(
     "alpaca",
     "instruction",
-    "instruction, input, output, history and system (LLaMA-Factory); query and response (ms-swift); prompt"
-    " and completion (TRL)",
     lambda record: (
         any(record.get(key) is not None for key in (*QUESTION_FIELDS, "input"))
         and any(key in record for key in ANSWER_FIELDS)

@@ -65,7 +65,7 @@ class Conversation:
     objects: list[dict[str, Any]] = field(default_factory=list)
     """What its markers stand for, in their order (:mod:`megatron_vl.data.sample.boxes`)."""
     unsaid_boxes: int = 0
-    """Number of answers with boxes whose frame of reference nothing says."""
+    """Number of answers and documents with boxes whose frame of reference nothing says."""
 
     @property
     def answer_media(self) -> int:

@@ -122,7 +122,6 @@ FORMATS = (
     RecordFormat(
         "interleaved",
         "texts",
-        "texts and images with nulls",
         lambda record: isinstance(record.get("texts"), list),
         _read_interleaved,
         is_document=True,
@@ -131,7 +130,6 @@ FORMATS = (
     RecordFormat(
         "mmc4",
         "text_list",
-        "text_list and image_info",
         lambda record: isinstance(record.get("text_list"), list),
         _read_mmc4,
         read_fields=("image_info",),
@@ -140,7 +138,6 @@ FORMATS = (
     RecordFormat(
         "document",
         "text",
-        "text or caption, perhaps with image",
         lambda record: any(key in record for key in TEXT_FIELDS),
         _read_text,
         read_fields=TEXT_FIELDS,

@@ -45,6 +45,13 @@ def may_be_frame_folder(reference: Any) -> bool:
     return PurePosixPath(reference[-64:]).suffix[1:].lower() not in VIDEO_SUFFIXES
 
 
+def parse_number(value: Any) -> Any:
+    """A number that may be written as text, as in Qwen's own documentation."""
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
+
+
 def read_frame_rate(
     json_object: dict[str, Any], key_prefix: str, *, is_image_list: bool
 ) -> tuple[str, float] | tuple[None, None]:
@@ -62,10 +69,7 @@ def read_frame_rate(
     if rate_key is None:
         return None, None
 
-    rate_value = json_object[rate_key]
-    if isinstance(rate_value, str):  # Qwen's own documentation writes '1'
-        with contextlib.suppress(ValueError):
-            rate_value = float(rate_value)
+    rate_value = parse_number(json_object[rate_key])
     if not is_frame_rate(rate_value):
         detail = (
             f"{shorten_value(json_object[rate_key])} is no number of "

@@ -5,7 +5,6 @@ Keys that qwen-vl-utils does not read for a medium (``nframes`` of a list of ima
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,7 +14,7 @@ from megatron_vl.data.sample.frame_archive import is_frame_rate
 from megatron_vl.data.sample.grids import AREA_LIMITS, CLIP_LIMITS, FRAME_LIMITS, TIMES_LIMIT
 
 from .conversation import RecordError, shorten_value
-from .frame_sequence import FrameSequence, may_be_frame_folder
+from .frame_sequence import FrameSequence, may_be_frame_folder, parse_number
 
 REASON = "bad limits of a medium"
 LARGEST = 1e15
@@ -71,10 +70,7 @@ def read_medium_limits(
 
 
 def _read_number(name: str, value: Any, field_path: str) -> float:
-    number = value
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            number = float(value)
+    number = parse_number(value)
     is_number = isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < LARGEST
     if is_number and name in SECOND_LIMITS and (number > 0 or name == "video_start" and number == 0):
         return float(number)

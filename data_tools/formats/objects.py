@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,9 +20,11 @@ BOX_TYPES = {"real": ("pixels", 1), "norm1": ("thousandths", 1000)}
 OBJECT_KEYS = {"ref-object": "ref", "bbox": "bbox", "point": "points"}
 """The key of ``objects`` whose entries each marker stands for."""
 BOX_LENGTHS = {"bbox_2d": (4,), "point_2d": (2,)}
-_DIGIT_NEXT = r"(?=[\[(\s]*[-.\d])"
+_SPACE = r"\s|\\{1,8}[nrt]"
+"""White space, also as JSON within JSON has it."""
+_DIGIT_NEXT = rf"""(?=(?:[\[(]|{_SPACE})*[-.\d]|\\{{0,8}}["'](?:[\[(]|{_SPACE})*[-.\d]+\s*,)"""
 _PIECE = re.compile(
-    rf"""(?P<key>["'](?P<name>bbox_2d|point_2d)["']\s*:\s*){_DIGIT_NEXT}(?P<list>\[[^\[\]<]*\])?"""
+    rf"""(?P<key>["'](?P<name>bbox_2d|point_2d)\\{{0,8}}["']\s*:\s*){_DIGIT_NEXT}(?P<list>\[[^\[\]<]*\])?"""
     rf"""|<\|box_start\|>{_DIGIT_NEXT}(?P<pairs>[^<]*)<\|box_end\|>|<(?P<marker>ref-object|bbox|point)>"""
 )
 """A box that is written in a text, or a marker."""
@@ -42,6 +44,8 @@ class ObjectReader:
         self.frame = record.get("boxes") or ""
         if self.frame and self.frame not in FRAMES:
             raise _bad(f"{shorten_value(self.frame)} is unknown; valid: {', '.join(FRAMES)}", "boxes")
+        self.image_ids: Iterator[Any] | None = None
+        """The images of the boxes that are written in the texts; None: nothing numbers them."""
         self.listed = self._listed_objects(record.get("objects") or {})
         self.counts = dict.fromkeys(OBJECT_KEYS, 0)
         self.is_read = bool(self.frame) or any(self.listed.values())
@@ -51,7 +55,7 @@ class ObjectReader:
         self.has_unsaid = False
         """Whether the message has boxes whose frame of reference nothing says."""
         self.unsaid_boxes = 0
-        """Number of answers with such boxes."""
+        """Number of answers and documents with such boxes."""
 
     def _listed_objects(self, objects: Any) -> dict[str, list[dict[str, Any]]]:
         """The entries of ``objects`` by the marker that stands for them."""
@@ -64,7 +68,9 @@ class ObjectReader:
         if str(box_type) not in BOX_TYPES:
             detail = f"{shorten_value(box_type)} is unknown; valid: {', '.join(BOX_TYPES)}"
             raise _bad(detail, "objects.bbox_type")
-        if image_ids and len(image_ids) != len(boxes) + len(points):
+        if image_ids and self.frame and not (boxes or points):
+            self.image_ids = iter(image_ids)
+        elif image_ids and len(image_ids) != len(boxes) + len(points):
             detail = f"{len(image_ids)} numbers for {len(boxes)} boxes and {len(points)} points"
             raise _bad(detail, "objects.image_id")
 
@@ -78,7 +84,7 @@ class ObjectReader:
         return listed
 
     def _box(
-        self, box: Any, key: str, field_path: str, frame: str, image_number: Any = 0, factor: int = 1
+        self, box: Any, key: str, field_path: str, frame: str, image_number: Any, factor: int = 1
     ) -> dict[str, Any]:
         """A box or point as it is stored; ``image_number`` counts the record's images from 0."""
         is_list = isinstance(box, list) and len(box) in BOX_LENGTHS.get(key, (2, 4))
@@ -104,18 +110,22 @@ class ObjectReader:
             new_messages += map_texts([message], self._changed)
             if self.objects:
                 new_messages[-1]["objects"] = self.objects
-            self.unsaid_boxes += self.has_unsaid and message["role"] == "assistant"
+            is_trained_on = message["role"] in ("assistant", "document") and self.num_media
+            self.unsaid_boxes += bool(self.has_unsaid and is_trained_on)
         for marker, key in OBJECT_KEYS.items():
             if self.is_read and self.counts[marker] != len(self.listed[marker]):
                 counts = f"{self.counts[marker]} <{marker}> in the text, but {len(self.listed[marker])}"
                 raise RecordError("objects and markers differ", f"{counts} in objects.{key}", "objects")
+        if self.image_ids and (spare := len(list(self.image_ids))):
+            raise _bad(f"{spare} numbers more than boxes in the text", "objects.image_id")
         return new_messages
 
     def _changed(self, value: Any, key: str) -> Any:
-        if isinstance(value, str):
-            return _PIECE.sub(self._replaced, value)
-        is_box = isinstance(value, list) and key in BOX_LENGTHS
-        return "<bbox>" if is_box and self._add_written(value, key) else value
+        is_text = isinstance(value, str)
+        is_box = key in BOX_LENGTHS and (isinstance(value, list) or is_text and re.match(_DIGIT_NEXT, value))
+        if is_box and self._add_written(value, key):
+            return "<bbox>"
+        return _PIECE.sub(self._replaced, value) if is_text else value
 
     def _replaced(self, match: re.Match[str]) -> str:
         if marker := match["marker"]:
@@ -123,7 +133,7 @@ class ObjectReader:
             self.objects += self.listed[marker][self.counts[marker] : self.counts[marker] + 1]
             self.counts[marker] += 1
             return match[0]
-        numbers: Any = re.sub(r"[\[\]()\s]", "", match["list"] or match["pairs"] or "").split(",")
+        numbers: Any = re.sub(rf"[\[\]()]|{_SPACE}", "", match["list"] or match["pairs"] or "").split(",")
         with suppress(ValueError):
             numbers = list(map(float, numbers))
         is_added = self._add_written(numbers, match["name"] or "")
@@ -134,9 +144,16 @@ class ObjectReader:
         if not self.frame:
             self.has_unsaid = True
             return False
-        if self.num_media > 1:
-            raise _bad(f"boxes on one of {self.num_media} media; write objects with image_id", "boxes")
-        self.objects.append(self._box(box, key, "boxes", self.frame))
+        image_number = next(self.image_ids, None) if self.image_ids else 0
+        item = self._box(box, key, "boxes", self.frame, image_number)
+        if self.image_ids is None and self.num_media > 1:
+            if self.images[: self.num_media] != [*range(self.num_media)]:
+                detail = (
+                    f"boxes on one of {self.num_media} media; number the image of each in objects.image_id"
+                )
+                raise _bad(detail, "boxes")
+            del item["medium"]  # check_boxes says whether it is needed
+        self.objects.append(item)
         return True
 
     def take_objects(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -151,11 +168,21 @@ def _bad(detail: str, field_path: str) -> RecordError:
     return RecordError("bad objects", detail, field_path)
 
 
-def check_boxes(objects: Sequence[dict[str, Any]], media_infos: Sequence[MediaInfo]) -> None:
-    """Raises RecordError if a box is beyond its image. The size of the resized one follows from the run."""
+def check_boxes(
+    objects: Sequence[dict[str, Any]], media_infos: Sequence[MediaInfo], limits: Sequence[dict[str, Any]]
+) -> None:
+    """Raises RecordError if a box is beyond its image, or on one of several images that must be known.
+
+    The size of a resized image follows from the run.
+    """
+    sizes = [(info.width, info.height) for info in media_infos]
     for item in objects:
+        needs_one_size = "box" in item and "medium" not in item
+        has_several = item.get("frame") != "thousandths" and any(size != sizes[0] for size in sizes)
+        if needs_one_size and (has_several or any(each != limits[0] for each in limits)):
+            detail = "boxes on images of several sizes; number the image of each in objects.image_id"
+            raise _bad(detail, "boxes")
         if item.get("frame") in ("pixels", "thousandths"):
-            info = media_infos[item["medium"]]
-            size = (info.width, info.height) if item["frame"] == "pixels" else (1000, 1000)
+            size = sizes[item.get("medium", 0)] if item["frame"] == "pixels" else (1000, 1000)
             if outside := find_outside(item["box"], item["frame"], size):
                 raise RecordError("box outside the image", outside, "objects")

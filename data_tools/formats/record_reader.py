@@ -76,6 +76,7 @@ OBJECT_FIELDS = ("objects", "boxes")
 COMMON_FIELDS = (
     *("id", "system", "image", "images", "video", "videos", "markers", "tools", "functions"),
     "chat_template_kwargs",
+    *OBJECT_FIELDS,
 )
 
 
@@ -104,7 +105,6 @@ class RecordFormat:
     name: str
     turns_field: str
     """The field with the turns, or the one that says that there is a conversation."""
-    description: str
     matches_record: Callable[[dict[str, Any]], bool]
     read_messages: Callable[[dict[str, Any], RecordReader], list[Message]] = read_listed_turns
     """Raises RecordError if the turns are something else."""
@@ -143,7 +143,6 @@ class RecordReader:
 
         # The record's own keys come first, but which of them have an effect is known only now.
         read_keys = (*COMMON_FIELDS, *RECORD_WEIGHT_KEYS, self.turns_field, *record_format.read_fields)
-        read_keys += () if record_format.is_document else OBJECT_FIELDS
         self.ignored_keys[:0] = unread_keys("records", record, *read_keys, *self.frame_rate_keys)
         self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
         if record.get("markers") not in (*EMPTY_VALUES, "text"):

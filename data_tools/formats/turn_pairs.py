@@ -41,7 +41,6 @@ def _has_paired_texts(record: dict[str, Any]) -> bool:
 FORMAT = RecordFormat(
     "pairs",
     "conversation",
-    "conversation, a list of objects with human and assistant (ms-swift), or texts with user and assistant",
     lambda record: record.get("conversation") is not None or _has_paired_texts(record),
     _read_messages,
     read_fields=("texts",),

@@ -89,7 +89,7 @@ class RawSample:
     """The stored facts of each medium, in the order of the text."""
     grids: list[GridTHW] = field(default_factory=list)
     objects: SampleObjects | None = None
-    """The boxes of a conversation and the names of its objects."""
+    """The boxes of the sample and the names of its objects."""
     is_document: bool = False
     parts: list[SamplePart] = field(default_factory=list)
     """The parts of a sample that is cut because it does not fit into a row."""
@@ -234,13 +234,13 @@ class RowEncoder:
         if remembered := self.remembered_samples.get(sample_key):
             sample.token_ids, sample.loss_mask, sample.parts = remembered
             return
+        objects = sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
+        objects.check_inside()
         if sample.is_document:
-            tokens, mask, spans = encode_document(self.chat_encoder, record["document"], sample.grids)
+            tokens, mask, spans = encode_document(self.chat_encoder, objects.written_document(), sample.grids)
             weight = record.get("loss_weight", 1.0)
             mask = mask if weight == 1 else mask.float() * weight
         else:
-            objects = sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
-            objects.check_inside()
             encode_conversation = partial(
                 self.chat_encoder.encode,
                 objects.written_messages(),
@@ -259,9 +259,10 @@ class RowEncoder:
 
         patch_counts = [grid.num_patches for grid in sample.grids]
         limits = (self.data_config.seq_len, self.data_config.max_patches)
-        if self.data_config.too_long == "cut" and sample.is_document:
+        can_be_cut = self.data_config.too_long == "cut" and not objects.has_boxes
+        if can_be_cut and sample.is_document:
             sample.parts = cut_document(len(tokens), spans, patch_counts, *limits)
-        elif self.data_config.too_long == "cut" and not objects.has_boxes:
+        elif can_be_cut:
             starts: list[ExchangeStart] = []
             encode_conversation(exchange_starts=starts)
             sample.parts = cut_conversation(len(tokens), starts, patch_counts, *limits)

@@ -227,6 +227,96 @@ def test_answers_with_boxes_of_an_unsaid_frame_are_counted(answer, fields, unsai
     assert conversation.messages[1]["content"] == answer
 
 
+def test_boxes_of_documents_become_objects() -> None:
+    """Grounded captions, interleaved documents with numbered images, and boxes that are written."""
+    caption = {"image": "a.png", "caption": "A <ref-object> at <bbox>."}
+    objects = {"ref": ["cat"], "bbox": [[0.1, 0.2, 0.5, 1]], "bbox_type": "norm1"}
+    read = read_conversation(caption | {"objects": objects})
+    assert read.objects == [{"ref": "cat"}, box(100, 200, 500, 1000, frame="thousandths")]
+    assert read.document[1]["text"] == caption["caption"] and not read.ignored_keys
+    answer = read_conversation(caption | {"objects": objects}, caption_prompt="?")
+    assert answer.objects == read.objects and not answer.document
+
+    places = {"texts": [None, "<bbox>", None, "<point>"], "images": ["a.png", None, "b.png", None]}
+    objects = {"bbox": [[1, 2, 3, 4]], "points": [[5, 6]], "image_id": [1, 0]}
+    found = read_conversation(places | {"objects": objects}).objects
+    assert [item["medium"] for item in found] == [1, 0]
+
+    written = {"image": "a.png", "text": '{"bbox_2d": [1, 2, 3, 4]}'}
+    assert read_conversation(written).unsaid_boxes == 1
+    read = read_conversation(written | {"boxes": "pixels"})
+    assert (read.objects, read.document[1]["text"]) == ([box(1, 2, 3, 4)], '{"bbox_2d": <bbox>}')
+    # Without an image, or without a marker, they are no boxes of the text.
+    assert read_conversation({"text": written["text"], "boxes": [1]}).ignored_keys == [("records", "boxes")]
+    read = read_conversation({"image": "a.png", "text": "a cat", "objects": ONE_BOX})
+    assert (read.objects, read.ignored_keys) == ([], [("records", "objects")])
+
+
+def test_written_boxes_on_several_images_have_one_size_or_a_number(tmp_path: Path) -> None:
+    """Thousandths need neither, but for a family that counts pixels."""
+    (tmp_path / "media").mkdir()
+    for kind in ("upright", "transparent", "wide"):
+        name, content = image_file(kind)
+        (tmp_path / "media" / name).write_bytes(content)
+    same, other = ["upright.png", "transparent.png"], ["upright.png", "wide.png"]
+    numbered = {"objects": {"image_id": [1, 0]}}
+    path, report = converted(
+        tmp_path,
+        [
+            record_of(BOTH, TWO, boxes="pixels", images=same),
+            record_of(BOTH, TWO, boxes="pixels", images=other, **numbered),
+            record_of(BOTH, TWO, boxes="thousandths", images=other),
+            record_of(BOTH, TWO, boxes="pixels", images=other),
+            record_of(BOTH, TWO, boxes="resized", images=other),
+        ],
+    )
+    assert report.refused["in.json"] == {"bad objects": 2}
+    assert "number the image of each in objects.image_id" in (path / "quarantine.jsonl").read_text()
+    # 36 of 360 pixels are 100 thousandths, of 480 they are 75. Qwen2.5-VL has 364 x 308 and 476 x 252.
+    expected = {
+        "qwen3_vl": [
+            "[100, 200, 250, 500] [100, 200]",
+            "[75, 250, 188, 625] [100, 200]",
+            "[36, 60, 90, 150] [36, 60]",
+        ],
+        "qwen2_5_vl": ["[36, 62, 91, 154] [36, 62]", "[36, 63, 89, 158] [36, 62]", None],
+    }
+    for family, texts in expected.items():
+        hf = tiny_files(family, tmp_path / family)
+        index_datasets(DataConfig(path=str(path)), read_spec(hf), hf)
+        data = DataConfig(path=str(path))
+        encoder, samples, counts = encoded_and_counted(data, hf, 3)
+        for sample, count, text in zip(samples, counts, texts, strict=True):
+            assert (sample.refused is None) == (text is not None) == (count[0] > 0)
+            if text:
+                answer = encoder.chat_encoder.tokenizer.decode(sample.token_ids[sample.loss_mask])
+                assert " ".join(re.findall(r"\[[\d, ]+\]", answer)) == text
+                assert sample.token_and_patch_count == count
+
+
+ESCAPED = r'Result: "{\"bbox_2d\": [1, 2,\n 3, 4], \"at\": \"{\\\"point_2d\\\": [5, 6]}\"}"'
+
+
+def test_boxes_in_json_within_json_are_converted_or_counted() -> None:
+    arguments = {"result": '{"bbox_2d": [1, 2, 3, 4]}', "bbox_2d": "[5, 6, 7, 8]"}
+    call = {"function": {"name": "crop", "arguments": arguments}}
+    for message, text in (({"content": ESCAPED}, ESCAPED), ({"content": "", "tool_calls": [call]}, "")):
+        record = record_of(text)
+        record["messages"][1] |= message
+        assert read_conversation(record).unsaid_boxes == 1
+    read = read_conversation(record_of(ESCAPED, boxes="pixels"))
+    assert read.objects == [box(1, 2, 3, 4), box(5, 6)]
+    changed = ESCAPED.replace(r"[1, 2,\n 3, 4]", "<bbox>").replace("[5, 6]", "<bbox>")
+    assert read.messages[1]["content"] == changed
+    written_text = changed.replace("<bbox>", "[2, 10, 8, 20]", 1).replace("<bbox>", "[12, 30]")
+    assert written("qwen2_vl", read.objects, changed)["content"] == written_text
+    with pytest.raises(RecordError, match="is not .x, y. or"):
+        read_conversation(record | {"boxes": "pixels"})
+    del call["function"]["arguments"]["bbox_2d"]
+    assert read_conversation(record | {"boxes": "pixels"}).objects == [box(1, 2, 3, 4)]
+
+
+TWO, BOTH = "<image><image>?", '{"bbox_2d": [36, 60, 90, 150]} {"point_2d": [36, 60]}'
 ONE_BOX = {"bbox": [[1, 2, 3, 4]]}
 VIDEO = {"images": [], "videos": ["a.mp4"]}
 REFUSED = [
@@ -252,7 +342,11 @@ REFUSED = [
     (record_of('"point_2d": [1, 2, 3, 4]', boxes="pixels"), "is not .x, y. or"),
     (record_of('"bbox_2d": [1, 2, 3, 4]', "<image><video>?", boxes="pixels", videos=["a.mp4"]), "of 2 media"),
     (record_of("<bbox>", boxes="pixels"), "1 <bbox> in the text, but 0"),
-    ({"text": "a cat <bbox>", "image": "a.png", "objects": ONE_BOX}, "objects of a document"),
+    ({"text": "a <bbox><bbox>", "image": "a.png", "objects": ONE_BOX}, "2 <bbox> in the text, but 1"),
+    ({"text": "a cat <bbox>", "objects": ONE_BOX}, "is on no image"),
+    (record_of('"bbox_2d": "[1, 2, 3, 4]"', boxes="pixels"), "is not .x, y. or"),
+    (record_of(BOTH, TWO, boxes="pixels", images=["a.png"] * 2, objects={"image_id": [0]}), "image_id None"),
+    (record_of(BOTH, TWO, boxes="pixels", images=["a.png"] * 2, objects={"image_id": [0] * 3}), "1 numbers"),
 ]
 
 
@@ -305,11 +399,12 @@ def drawn(tmp_path_factory) -> Path:
         label = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
         fields = [
             ("It is <bbox>.", {"objects": {"bbox": [CORNERS]}}),
-            (f"[{label}]", {"objects": {"bbox": [shares], "ref": ["red"], "bbox_type": "norm1"}}),
             (f'{{"bbox_2d": {list(CORNERS)}}}', {"boxes": "pixels"}),
             (f'{{"bbox_2d": {[1000 * share for share in shares]}}}', {"boxes": "thousandths"}),
         ]
         records += [record_of(answer, **field, images=[name]) for answer, field in fields]
+        objects = {"bbox": [shares], "ref": ["red"], "bbox_type": "norm1"}
+        records.append({"image": name, "caption": f"[{label}]", "objects": objects})
     path, report = converted(folder, records)
     assert report.samples == 4 * len(IMAGES) and not report.unsaid_boxes
     return path
@@ -470,7 +565,7 @@ def test_conversion_says_how_many_answers_have_boxes_of_an_unsaid_frame(tmp_path
     assert (
         main(["data", "convert", "--input", str(tmp_path / "in.json"), "--out", str(tmp_path / "out")]) == 0
     )
-    assert "  1 answer with boxes whose frame of reference is not said" in capsys.readouterr().out
+    assert "  1 text with boxes whose frame of reference is not said" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "report.json").read_text())["unsaid_boxes"] == 1
 
 

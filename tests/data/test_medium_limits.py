@@ -168,6 +168,17 @@ def test_frames_and_sizes_of_videos_equal_qwen_vl_utils(limits, family, monkeypa
         assert (grid.t, grid.second_per_grid) == (len(frames) // 2, np.float32(2 / rate))
 
 
+def test_images_of_a_list_are_resized_once() -> None:
+    """qwen-vl-utils resizes twice, first to multiples of 56: 918 x 733 to 448 x 392, and not to 476 x 392."""
+    utils = pytest.importorskip("qwen_vl_utils").vision_process
+    limits = {"max_pixels": 200704}
+    once = utils.smart_resize(733, 918, 28, 4 * UNIT, 200704)
+    grid = video_grid(VideoInfo(2, 2.0, 733, 918, "whole", limits=limits), QWEN2_5)
+    assert size_of(grid, QWEN2_5) == once == (392, 476)
+    frames = utils.fetch_video({"video": 2 * [Image.new("RGB", (918, 733))], **limits}, 14)
+    assert tuple(frames.shape[2:]) == (392, 448)
+
+
 def test_clip_worked_out_by_hand() -> None:
     """From 5 to 8 s of 10 frames a second: frames 50 to 80, 31 frames or 3.1 s, of which 2 a second are 6."""
     info = VideoInfo(100, 10.0, 56, 56, limits={"video_start": 5.0, "video_end": 8.0})

@@ -17,7 +17,6 @@ from tests.training.test_resolve import describe_data
 from toolkit.common.hf_loading import load_hf_processor
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
-HINDI = "मशीन लर्निंग में हम मॉडल को डेटा से सिखाते हैं।"
 TEXTS = [
     "abc 123456 x",
     "हिन्दी में",
@@ -102,6 +101,29 @@ def test_token_ids_are_those_of_the_file(folder, name, tokenizer_class):
         assert type(encoder.tokenizer).__name__ in encoder.serving_note
 
 
+def test_ids_of_hindi_worked_out_by_hand(tmp_path):
+    """The bytes of "हिन्दी में" have the ids of GPT-2's order: E0 156, A4 97, A5 98, and a space 220.
+
+    Four merges make 396 of E0 A4, 397 of ह, 398 of its mark ि, and
+    399 of both: one piece only if marks are letters.
+    """
+    write_tiny_checkpoint(tmp_path / "hf", "qwen3_5")
+    rules = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
+    vocabulary = [token for token, token_id in rules["model"]["vocab"].items() if token_id < 396]
+    vocabulary += ["à¤", "à¤¹", "à¤¿", "à¤¹à¤¿"]
+    rules["model"]["vocab"] = {token: number for number, token in enumerate(vocabulary)}
+    rules["model"]["merges"] = [["à", "¤"], ["à¤", "¹"], ["à¤", "¿"], ["à¤¹", "à¤¿"]]
+    CHANGES["marks with letters"](rules)
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(rules))
+
+    # न 396 and A8, ् E0 A5 8D, द 396 and A6, ी E0 A5 80, a space, म 396 and AE, े E0 A5 87, ं 396 and 82
+    rest = [396, 101, 156, 98, 235, 396, 99, 156, 98, 222, 220, 396, 106, 156, 98, 229, 396, 224]
+    encoder = ChatEncoder(tmp_path / "hf", read_spec(tmp_path / "hf"))
+    assert encoder.tokenizer("हिन्दी में")["input_ids"] == [399, *rest]
+    alone = AutoTokenizer.from_pretrained(tmp_path / "hf")  # Qwen2's class, for which a mark ends a word
+    assert alone("हिन्दी में")["input_ids"] == [397, 398, *rest] and "split pattern" in encoder.serving_note
+
+
 def test_reference_processor_gives_the_ids_of_the_file(folder):
     file = write_rules(folder, CHANGES["digits by three"], "Qwen2Tokenizer")
     tokenizer = load_hf_processor(folder).tokenizer
@@ -153,11 +175,6 @@ def test_start_names_the_class_that_replaces_rules(folder, tmp_path):
     write_rules(folder, CHANGES["digits by three"], "Qwen2Tokenizer")
     [note] = [note for note in start(folder, tmp_path).run_notes if "tokenizer.json" in note]
     assert note.startswith("NOTE: Qwen2Tokenizer of transformers ") and "split pattern" in note
-
-
-PIECES = {"Qwen2": ["ह", "िन", "्द", "ी", "Ġम", "ें"], "Qwen3.5": ["हिन्दी", "Ġमें"]}
-"""Of "हिन्दी में", by hand. Where marks are no letters, a mark begins a piece, with a letter after it if any;
-where they are, it continues one."""
 
 
 def with_tokens(folder: Path, count: int) -> None:

@@ -84,6 +84,7 @@ def test_video_matrices_of_other_turns_are_refused():
     """Players scale by a matrix or ignore it; an eighth turn has no pixels of its own."""
     assert (probe_video(with_matrix(clip(), 2, 0, 0, 2)).height) == 32
     assert (probe_video(with_matrix(clip(), 0, 0, 0, 0)).height) == 32
+    assert (probe_video(with_matrix(clip(), 1 / 0x10000, 1, -1, -1 / 0x10000)).height) == 64
     with pytest.raises(PixelError, match="quarter turns"):
         probe_video(with_matrix(clip(), 0.7, 0.7, -0.7, 0.7))
 
@@ -167,10 +168,10 @@ def cut(data: bytes, share: float) -> bytes:
     return data[: int(len(data) * share)]
 
 
-def hole(data: bytes) -> bytes:
-    """The third quarter of a file is zeros."""
-    quarter = len(data) // 4
-    return data[: 2 * quarter] + bytes(quarter) + data[3 * quarter :]
+def hole(data: bytes, share: float = 0.5, fill: bool = True) -> bytes:
+    """A quarter of a file, from this share of it on, is zeros or missing."""
+    start, quarter = int(len(data) * share), len(data) // 4
+    return data[:start] + bytes(quarter * fill) + data[start + quarter :]
 
 
 NOISE = np.random.default_rng(0).integers(0, 255, (60, 64, 64, 3), np.uint8)
@@ -200,6 +201,7 @@ WHOLE: dict[str, Callable[[], bytes]] = {
     "flv": lambda: noisy("flv"),
     "gif": lambda: numbered("gif", "gif", "rgb8"),
     "matroska with sound": lambda: tracks("matroska", {30: 1}, audio=6, seconds=6),
+    "gif and more": lambda: whole("gif") + b"\0 other bytes",
     "mp4 of a longer sound": lambda: tracks("mp4", {30: 1}, audio=9, seconds=6),
     "matroska of a longer sound": lambda: tracks("matroska", {30: 1}, audio=9, seconds=6),
     "live webm": lambda: noisy("matroska", live="1"),
@@ -244,10 +246,20 @@ def test_missing_frames_are_tolerated_up_to_three():
     assert {57, 58, 59} <= taken <= {57, 58, 59, 60}
 
 
-@pytest.mark.parametrize("name", ["mp4", "mov", "matroska", "webm vp9", "avi", "flv"])
+@pytest.mark.parametrize("name", ["mp4", "mov", "matroska", "webm vp8", "webm vp9", "mpegts", "avi", "flv"])
 def test_video_with_a_hole_is_refused(name):
-    with pytest.raises(PixelError, match="damaged or cut short|not a readable video"):
-        probe_video(hole(whole(name)))
+    """FFmpeg reads on after a hole in Matroska, WebM and MPEG-TS, and reports some of them only."""
+    for share in (0.4, 0.5, 0.6):
+        for fill in (True, False):
+            with pytest.raises(PixelError, match="damaged or cut short|not a readable video|is cut short"):
+                probe_video(hole(whole(name), share, fill))
+
+
+def test_pauses_of_a_variable_rate_are_no_holes():
+    """Of a screen that stands still twice, and of images that are shown for some seconds each."""
+    for times in ([*range(20), *range(40, 60), *range(90, 99)], [0, 10, 20, 30, 90]):
+        data = written("matroska", "libx264", "yuv420p", len(times), times=times)
+        assert probe_video(data).frame_count == len(times)
 
 
 def test_assumed_frame_rate_is_counted():

@@ -38,20 +38,15 @@ HEARD_TEXTS = [
     # Tokens of Qwen2-Audio, Qwen2.5-Omni, Qwen3-Omni, Phi-4, MiniCPM and Kimi-Audio, and prompts by hand.
     "<|audio_bos|><|AUDIO|><|audio_eos|>What is it?",
     "<|audio_start|><|audio_pad|><|audio_end|>What is it?",
-    "<|audio|>What is that?",
     "<|audio_1|>What is that?",
     "What is <audio_1> about?",
-    "<Audio>What is that?",
     "What is that?\n<AUDIO>",
-    "<sound>\nWhat is that?",
     "What is said?\n<speech>",
     "<question>\n<audio>\nWhat is it?\n</question>",
     # The list is lost, the placeholder is left.
-    "<audio>What's that sound?",
     "Transcribe this.\n<audio>",
     "<audio>",
     "Listen:\n <audio> \nWhat is it?",
-    "<audio><audio> Which is louder?",
 ]
 HEARD_FIELDS = {
     "audios": ["glass.wav"],
@@ -144,21 +139,7 @@ def test_talk_about_audio_is_read_as_it_is(record: dict[str, Any]) -> None:
         assert shown == "".join(part["text"] for part in parts)
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "x <audio> x",
-        "<audio>" + " " * 300,
-        "`<audio>",
-        "x <audio>x.wav ",
-        "```x",
-        "x<audio>.</audio",
-        "<sound><audio>",
-        "<div>" + " " * 300,
-        "<div",
-        "<source <audio> ",
-    ],
-)
+@pytest.mark.parametrize("piece", ["x <audio> x", "`<audio>", "x<audio>.</audio", "<div" + " " * 300])
 def test_long_texts_are_searched_in_linear_time(piece: str) -> None:
     """A search that is quadratic anywhere would take minutes."""
     text = "x" + piece * 50_000 + "x"

@@ -86,10 +86,8 @@ BAD = [
     ([], "not an object", ""),
     ({"x": 1}, "no conversation", ""),
     ({"conversations": []}, "no conversation", "conversations"),
-    ({"conversations": {"from": "human"}}, "no conversation", "conversations"),
     ({"conversations": ["hi"]}, "bad turn", "conversations[0]"),
     ({"conversations": [{"from": "narrator", "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
-    ({"conversations": [{"from": ["human"], "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
     ({"messages": [USER, {"role": None, "content": "x"}]}, "unknown role", "messages[1].role"),
     (asks(3), "bad text", "conversations[0].value"),
     (asks("a\ud800b"), "bad text", "conversations[0].value"),
@@ -101,7 +99,6 @@ BAD = [
     ({"system": "a", "messages": [{**USER, "role": "system"}, USER, BOT]}, "two system prompts", "system"),
     ({"image": "a.jpg", **TEXT}, "markers and media differ", "conversations"),
     (asks("<image>"), "markers and media differ", "conversations"),
-    (asks("<image><image>", image="a.jpg"), "markers and media differ", "conversations"),
     (asks("<image>", image=5), "bad media reference", "image"),
     (asks("<image>", images=["a", ""]), "bad media reference", "images[1]"),
     (asks_in_part(type="tool_use"), "unknown content part", PART),
@@ -111,7 +108,6 @@ BAD = [
     ({"messages": [USER, BOT], **TEXT}, "two conversations", "conversations"),
     ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "empty answer", "messages[1]"),
     ({"conversations": [HUMAN, {**GPT, "value": ""}, HUMAN, GPT]}, "empty answer", "conversations[1]"),
-    ({"messages": [USER, {"role": "assistant", "content": []}]}, "empty answer", "messages[1]"),
     (
         {"image": "a.jpg", "conversations": [HUMAN, {**GPT, "value": "<image>"}]},
         "empty answer",
@@ -274,7 +270,8 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
 
     assert members["000000000.0.jpg"] == (tmp_path / "media/images/0.img").read_bytes()
     crc = zlib.crc32(members["000000000.0.jpg"])
-    assert first["media"] == [{"key": "0.jpg", "kind": "image", "height": 40, "width": 60, "crc32": crc}]
+    facts = {"key": "0.jpg", "kind": "image", "height": 40, "width": 60, "crc32": crc}
+    assert first["media"] == [facts]
     assert first["messages"][0]["content"] == [
         {"type": "image", "image": "0.jpg"},
         {"type": "text", "text": "\nWhat is this?"},
@@ -307,15 +304,6 @@ def test_energon_finds_all_samples(tmp_path):
         assert len(parts) == len(by_name)
         for tar, offset, size, _, _ in parts:
             assert (out / names[tar]).read_bytes()[offset : offset + size] in by_name.values()
-        sizes = dict(db.execute("select entry_key, metadata_json from media_metadata").fetchall())
-
-    assert json.loads(sizes["000000000.0.jpg"]) == {
-        "width": 60,
-        "height": 40,
-        "format": "JPEG",
-        "mode": "RGB",
-    }
-    assert len(sizes) == report.images + report.videos
 
 
 def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
@@ -333,8 +321,7 @@ def test_output_does_not_depend_on_the_number_of_workers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "count,fraction,val",
-    [(2, 0.01, 1), (9, 0.1, 1), (10, 0.1, 1), (2, 0.99, 1), (7, 0.9, 6), (100, 0.05, 5), (5, 0.0, 0)],
+    "count,fraction,val", [(2, 0.01, 1), (9, 0.1, 1), (7, 0.9, 6), (40, 0.05, 2), (5, 0.0, 0)]
 )
 def test_splits_are_never_empty(tmp_path, count, fraction, val):
     out, report = converted(tmp_path, [TEXT] * count, val_fraction=fraction, samples_per_shard=1)
@@ -409,11 +396,9 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     assert encoded(30, 30) in shards(out).values()
 
 
-MACHINE_FAULTS = [errno.EIO, errno.EMFILE, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT]
-
-
-@pytest.mark.parametrize("method", ["read_bytes", "stat"])
-@pytest.mark.parametrize("fault", MACHINE_FAULTS, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("fault", "method"), [(errno.EIO, "read_bytes"), (errno.ENOMEM, "read_bytes"), (errno.ESTALE, "stat")]
+)
 def test_machine_faults_are_not_blamed_on_a_record(tmp_path, monkeypatch, capsys, fault, method):
     """One that passes is not noticed; one that stays stops the command, and the next one loses nothing."""
     image = write(tmp_path / "m/a.png", encoded(30, 30))
@@ -444,16 +429,15 @@ def test_machine_faults_are_not_blamed_on_a_record(tmp_path, monkeypatch, capsys
     assert list(refused(tmp_path / "out")) == [3]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys, workers):
+def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys):
     write(tmp_path / "m/a.png", encoded(30, 30))
     records = [TEXT, asks("<image>", image="a.png")]
     with monkeypatch.context() as patched:
         patched.setattr("PIL.ImageOps.exif_transpose", lambda image: bytearray(1 << 60))
-        assert run(tmp_path, records, "--workers", workers) == 1
+        assert run(tmp_path, records, "--workers", "2") == 1
     message = capsys.readouterr().err
     assert "in.json: record 2: MemoryError" in message and "lower --workers" in message
-    assert run(tmp_path, records, "--workers", workers) == 0 and not refused(tmp_path / "out")
+    assert run(tmp_path, records, "--workers", "2") == 0 and not refused(tmp_path / "out")
 
 
 def test_damaged_video_of_any_size_is_the_records_fault(tmp_path):
@@ -525,26 +509,14 @@ def test_duplicate_ids_are_refused_or_kept(tmp_path):
     assert report.samples == 5 and refused(out) == {2: "no conversation"}
 
 
-def test_files_of_one_name_keep_their_identities(tmp_path):
-    for name in ("x", "y"):
-        write(tmp_path / name / "in.json", json.dumps([{}]).encode())
-    (tmp_path / "m").mkdir()
-    report = convert_dataset(
-        [tmp_path / "x/in.json", tmp_path / "y/in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out")
-    )
-    assert report.refused == {"x/in.json": {"no conversation": 1}, "y/in.json": {"no conversation": 1}}
-
-
-def test_inputs_follow_each_other_and_broken_lines_are_counted(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps(TEXT) + "\n{\n" + json.dumps(TEXT) + "\n")
-    (tmp_path / "b.json").write_text(json.dumps([TEXT]))
-    (tmp_path / "m").mkdir()
-    report = convert_dataset(
-        [tmp_path / "a.jsonl", tmp_path / "b.json"], ConversionOptions(tmp_path / "m", tmp_path / "out")
-    )
-    assert report.samples == 3 and report.refused == {"a.jsonl": {"not JSON": 1}}
+def test_inputs_follow_each_other_and_keep_their_names(tmp_path):
+    lines = write(tmp_path / "x/in.jsonl", (json.dumps(TEXT) + "\n{\n" + json.dumps(TEXT) + "\n").encode())
+    array = write(tmp_path / "y/in.jsonl", json.dumps([TEXT, {}]).encode())
+    report = convert_dataset([lines, array], ConversionOptions(None, tmp_path / "out"))
+    assert report.samples == 3
+    assert report.refused == {"x/in.jsonl": {"not JSON": 1}, "y/in.jsonl": {"no conversation": 1}}
     sources = [json.loads(v)["source"] for v in shards(tmp_path / "out").values()]
-    assert sources[-1] == {"file": "b.json", "record": 1}
+    assert sources[-1] == {"file": "y/in.jsonl", "record": 1}
 
 
 def test_used_folder_and_impossible_options_are_refused(tmp_path):

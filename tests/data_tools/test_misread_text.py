@@ -39,13 +39,10 @@ def trained_text(encoder: ChatEncoder, record: dict) -> str:
 
 LOST = {
     "two closing tags": "alpha</think>beta</think>gamma",
-    "two closing tags in lines": "alpha\n</think>\n\nbeta\n</think>\n\ngamma",
     "text before the block": "alpha <think>beta</think> gamma",
-    "a line before the block": "alpha\n<think>\nbeta\n</think>\n\ngamma",
     "two blocks": "<think>alpha</think> beta <think>gamma</think> delta",
     "a block in a block": "<think>alpha <think>beta</think> gamma</think> delta",
     "a closing tag in a sentence": "alpha `</think>` beta",
-    "a word twice": "alpha</think>alpha</think>alpha",
 }
 
 
@@ -137,13 +134,6 @@ def test_results_are_put_to_their_calls_or_refused(results, wanted):
     assert caught.value.reason == "results and calls differ"
 
 
-def test_results_are_put_right_turn_by_turn():
-    turn = {"role": "assistant", "content": "", "tool_calls": [call_of("1"), call_of("2")]}
-    messages = [USER, turn, result_of("2"), result_of("1"), turn, result_of("1"), result_of("2"), DONE]
-    read = read_conversation({"messages": messages}).messages
-    assert "".join(m["content"][-1] for m in read if m["role"] == "tool") == "1212"
-
-
 @pytest.mark.parametrize(
     ("calls", "results"),
     [
@@ -159,10 +149,9 @@ def test_other_ids_that_do_not_match_are_refused(calls, results):
 
 
 @pytest.mark.parametrize("results", [[None], [None] * 3])
-@pytest.mark.parametrize("calls", [(None, None), ("1", "2")])
-def test_results_without_ids_are_one_for_each_call(calls, results):
+def test_results_without_ids_are_one_for_each_call(results):
     with pytest.raises(RecordError, match=f"2 calls have {len(results)} results") as caught:
-        results_read([call_of(i) for i in calls], [result_of(i) for i in results])
+        results_read([call_of("1"), call_of("2")], [result_of(i) for i in results])
     assert caught.value.reason == "results and calls differ"
 
 
@@ -188,14 +177,7 @@ def test_calls_as_turns_have_ids_too():
 
 # --- Control tokens -----------------------------------------------------------------------------------------
 
-TOKENS = [
-    "<|im_end|>",
-    "<|im_start|>",
-    "<|endoftext|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-]
+TOKENS = [f"<|{name}|>" for name in "im_end im_start endoftext vision_start vision_end vision_pad".split()]
 
 
 def records_with(text: str) -> dict[str, dict]:
@@ -247,9 +229,7 @@ def test_training_refuses_control_tokens_as_conversion_does(encoder):
             encoder.encode_prompt(messages, [])
 
 
-@pytest.mark.parametrize(
-    "text", ["<|im_end |>", "im_end", "<|box_start|>(1,2)<|box_end|>", "<|user|>", "</s>"]
-)
+@pytest.mark.parametrize("text", ["<|im_end |> im_end </s>", "<|box_start|>(1,2)<|box_end|><|user|>"])
 def test_texts_like_control_tokens_are_accepted(encoder, text):
     for record in records_with(text).values():
         trained_text(encoder, record)
@@ -259,11 +239,9 @@ def test_texts_like_control_tokens_are_accepted(encoder, text):
 
 CHANGED = {
     "a key twice": '{"a": 1, "a": 2}',
-    "a key twice, deeper": '{"a": [{"b": 1, "b": 1}]}',
     "25 digits": '{"a": 0.1234567890123456789012345}',
     "1e-400": '{"a": 1e-400}',
     "1e400": '{"a": [1e400]}',
-    "an exponent without end": '{"a": 1e-99999999999999999999999}',
     "a large number with a fraction": '{"a": 12345678901234567890.5}',
     "NaN": '{"a": NaN}',
 }

@@ -184,7 +184,7 @@ def written(form: str, folder: Path) -> tuple[Path, dict[str, str]]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_becomes_rows(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("data_tools.convert.default_workers", lambda: 1)
+    monkeypatch.setattr("data_tools.worker_pool.default_workers", lambda: 1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "raw").mkdir()
     records, options = written(form, tmp_path / "raw")

@@ -63,7 +63,8 @@ class RecordOptions(CommandOptions):
         Args:
             workers: number of processes; None: as many as the machine suits.
         """
-        from data_tools.convert import ConversionOptions, default_workers  # it imports torch
+        from data_tools.convert import ConversionOptions  # it imports torch
+        from data_tools.worker_pool import default_workers
 
         folders = self.media_root or [path if path.is_dir() else path.parent for path in inputs]
         return ConversionOptions(

@@ -80,7 +80,7 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         "images or videos in the assistant's turns: the model sees them but is not trained on them": (
             report.answer_media
         ),
-        f"answer{'s' * (report.unsaid_boxes != 1)} with boxes whose frame of reference is not said: trained"
+        f"text{'s' * (report.unsaid_boxes != 1)} with boxes whose frame of reference is not said: trained"
         " on as written; give the records 'boxes' or 'objects'": report.unsaid_boxes,
         "turns after the last answer of their conversation are left out": report.unfinished_turns,
         "images are animated or have several pages: only the first is used": report.first_images,
@@ -110,8 +110,8 @@ def verify(options: DataVerifyOptions) -> int:
 
 def index(options: DataIndexOptions) -> int:
     """Writes the sizes of a data set's samples."""
-    from data_tools.convert import default_workers
     from data_tools.sample_sizes import index_datasets
+    from data_tools.worker_pool import default_workers
 
     from .prepared_dataset import open_prepared
 

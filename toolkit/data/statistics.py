@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data_tools.convert import default_workers
 from data_tools.sample_sizes import index_datasets
 from data_tools.sample_sources import list_splits
 from data_tools.statistics import (
@@ -18,6 +17,7 @@ from data_tools.statistics import (
     describe_pass,
     describe_values,
 )
+from data_tools.worker_pool import default_workers
 from megatron_vl.data.source.location import Location
 from megatron_vl.system.plurals import pluralize
 

@@ -339,10 +339,10 @@ def choose_row_length(config: TrainConfig) -> int:
     Raises:
         SizesError: no sample can be used.
     """
-    from data_tools.convert import default_workers
     from data_tools.sample_sizes import index_datasets
     from data_tools.sample_sources import open_encoder
     from data_tools.statistics import count_statistics
+    from data_tools.worker_pool import default_workers
     from megatron_vl.spec.families import read_spec
 
     spec = read_spec(config.model.hf)

@@ -1,10 +1,11 @@
 """Boxes and points, in the coordinates of a model's family.
 
 A stored sample lists its ``objects`` in the order of their markers in the texts: the name of one (``ref``),
-or a box or point (``box``) with the number of its ``medium`` and its ``frame`` of reference. They are written
-when the sample is encoded, because pixels of the resized image follow from the limits of the run. The image
-is the upright one (EXIF applied), as the model sees it. ``docs/boxes.md`` says where the coordinates of each
-family were read.
+or a box or point (``box``) with the number of its ``medium`` and its ``frame`` of reference. (Without the
+number, it is on one of several images, which have one size if the coordinates follow from it.) They are
+written when the sample is encoded, because pixels of the resized image follow from the limits of the run. The
+image is the upright one (EXIF applied), as the model sees it. ``docs/boxes.md`` says where the coordinates of
+each family were read.
 """
 
 from __future__ import annotations
@@ -104,17 +105,37 @@ class SampleObjects:
         """Raises UnusableError if a box is beyond the resized image, whose size follows from the run."""
         for item in self.objects:
             if item.get("frame") == "resized":
-                if outside := find_outside(item["box"], "resized", self.sizes[item["medium"]]["resized"]):
+                if outside := find_outside(item["box"], "resized", self._sizes_of(item)["resized"]):
                     detail = f"{outside}; give the run the limits of pixels that it was written for"
                     raise UnusableError("box outside the image", detail)
 
+    def _sizes_of(self, item: dict[str, Any]) -> FrameSizes:
+        """Those of the image of a box. Raises UnusableError if it may be on images of several sizes."""
+        if "medium" not in item and self.vision.box_frame != "thousandths":
+            if len({(medium["height"], medium["width"]) for medium in self.record["media"]}) > 1:
+                detail = "boxes on images of several sizes; number the image of each in objects.image_id"
+                raise UnusableError("bad objects", detail)
+        return self.sizes[item.get("medium", 0)]
+
     def numbers(self, item: dict[str, Any]) -> list[int]:
         """The coordinates of a box or point in the frame of the family."""
-        sizes, box_frame = self.sizes[item["medium"]], self.vision.box_frame
+        sizes, box_frame = self._sizes_of(item), self.vision.box_frame
         return [scale_number(n, item["frame"], i % 2, sizes, box_frame) for i, n in enumerate(item["box"])]
 
-    def written_messages(self) -> list[dict[str, Any]]:
-        """The messages of the sample, with its objects in the place of their markers."""
+    def written_document(self) -> list[dict[str, Any]]:
+        """The parts of a document, as :meth:`written_messages`."""
+        parts: list[dict[str, Any]] = self.written_messages([{"content": self.record["document"]}])[0][
+            "content"
+        ]
+        return parts
+
+    def written_messages(self, messages: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """The messages of the sample, with its objects in the place of their markers.
+
+        Args:
+            messages: those in their place.
+        """
+        messages = messages or self.record["messages"]
         values = (item["ref"] if "ref" in item else self.numbers(item) for item in self.objects)
 
         def written(marker: re.Match[str]) -> str:
@@ -135,7 +156,7 @@ class SampleObjects:
             # The whole value of an argument becomes a list.
             return next(values) if key and value in ("<bbox>", "<point>") else MARKER.sub(written, value)
 
-        return map_texts(self.record["messages"], change) if self.objects else self.record["messages"]
+        return map_texts(messages, change) if self.objects else list(messages)
 
     @property
     def has_boxes(self) -> bool:

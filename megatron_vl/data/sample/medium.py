@@ -52,11 +52,6 @@ class MediaInfo(NamedTuple):
     size_bytes: int
     height: int
     width: int
-    stored_height: int
-    """Height in the file, before EXIF orientation."""
-    stored_width: int
-    image_format: str = ""
-    image_mode: str = ""
     num_frames: int = 0
     fps: float = 0.0
     crc32: int = 0
@@ -131,18 +126,15 @@ def refuse_narrow(media_kind: str, name: str, height: int, width: int) -> None:
 def _inspect_image(media_bytes: bytes, max_pixels: int) -> MediaInfo:
     pixels = decode_image(media_bytes, max_pixels)
     with open_image(media_bytes, max_pixels) as image:
-        width, height = image.size
         image_format = image.format or ""
-        mode = image.mode
         # The other images of an MPO are previews of the first.
         has_more_images = image_format != "MPO" and getattr(image, "is_animated", False)
     suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(
         image_format, image_format.lower()
     )
     suffix = suffix if SAFE_SUFFIX.fullmatch(suffix) else "img"
-    size = (pixels.shape[1], pixels.shape[2], height, width)
     return MediaInfo(
-        *("image", suffix, len(media_bytes), *size, image_format, mode),
+        *("image", suffix, len(media_bytes), pixels.shape[1], pixels.shape[2]),
         crc32=zlib.crc32(media_bytes),
         has_more_images=has_more_images,
     )
@@ -160,7 +152,8 @@ def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> Media
         "video",
         suffix,
         len(media_bytes),
-        *(video_info.height, video_info.width, video_info.height, video_info.width),
+        video_info.height,
+        video_info.width,
         num_frames=video_info.frame_count,
         fps=video_info.fps,
         crc32=zlib.crc32(media_bytes),

@@ -5,8 +5,8 @@ a question with the answers that follow it, calls and results of tools included.
 begins with what stands before the first question, which is the system turn and the tools, because they hold
 for every answer. FastChat's ``split_long_conversation`` cuts at the same places, and its template writes the
 system turn into each part; LLaMA-Factory keeps the system turn and the first exchanges, and drops the others.
-An exchange keeps the tokens and the loss that it has in the whole conversation. A conversation with boxes, or
-with a system turn after the start, is not cut: a part might lack their image, or that turn.
+An exchange keeps the tokens and the loss that it has in the whole conversation. What has boxes is not cut,
+because a part might lack their image; neither is a conversation with a system turn after the start.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
@@ -101,6 +102,7 @@ def _frame_turn(video_frame: Any) -> tuple[bool, list[int]]:
         return False, []
     # x' = a x + c y and y' = b x + d y. PyAV's ``rotation`` is the same for half a turn and for a mirror.
     a, b, _, c, d = struct.unpack("=5i", bytes(matrix_data)[:20])
+    a, b, c, d = (number * (abs(number) > 255) for number in (a, b, c, d))  # sines of quarter turns, rounded
     if (a or d) and (b or c):
         raise PixelError("the display matrix of the video has other than quarter turns")
     is_transposed = bool(b or c)
@@ -129,12 +131,13 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
                 f"a video of {len(frames.times)} frames at {stated_rate} frames a second is empty"
             )
 
-        first_time, seconds = 0.0, len(frames.times) / stated_rate
+        first_time, seconds, hole_count = 0.0, len(frames.times) / stated_rate, 0
         known_times = [time for time in frames.times if time is not None]
         if len(known_times) == len(frames.times) and format_name not in (*RAW_FORMATS, *BROADCAST_FORMATS):
             first_time = float(min(known_times) * track.time_base)
             last_duration = float(frames.last_duration * track.time_base) or 1 / stated_rate
             seconds = float(max(known_times) * track.time_base) - first_time + last_duration
+            hole_count = _frames_in_hole(known_times, float(stated_rate * track.time_base))
         unseen_seconds = 0.0
         if format_name in HEADER_FORMATS:
             last_end = max(seconds, first_time + seconds)
@@ -145,7 +148,7 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
     # Times tell a variable rate from missing frames, unless something is known to be damaged.
     expected_rate = stated_rate if frames.damaged_count else mean_rate
     expected_count = round((seconds + unseen_seconds) * expected_rate)
-    missing_count = expected_count - len(frames.times) + frames.damaged_count
+    missing_count = max(expected_count - len(frames.times), hole_count) + frames.damaged_count
     if missing_count > max(MISSING_FRAMES, MISSING_SHARE * expected_count):
         raise PixelError(
             f"the file is damaged or cut short: {missing_count} of {expected_count} frames are missing"
@@ -213,13 +216,42 @@ def _unseen_seconds(
     return max(0.0, promised_seconds - last_end)
 
 
+def _frames_in_hole(frame_times: list[int], unit_rate: float) -> int:
+    """How many frames are missing where frames of a constant rate have one interval that is longer.
+
+    Args:
+        unit_rate: frames in a unit of the times.
+    """
+    intervals = np.diff(np.sort(frame_times)) * unit_rate
+    is_long = intervals > 1.5
+    has_hole = len(intervals) > 8 and is_long.sum() == 1 and (intervals[~is_long] > 0.5).all()
+    return round(intervals.max()) - 1 if has_hole else 0
+
+
 def _check_file_end(video_bytes: bytes, format_name: str) -> None:
     """Raises PixelError if a file without a header of its length ends where none may end."""
-    is_cut = format_name == "gif" and not video_bytes.rstrip(b"\0\r\n").endswith(b";")
+    is_cut = format_name == "gif" and not _has_gif_end(video_bytes)
     if format_name == "mpegts" and video_bytes[0] == video_bytes[TS_PACKET_BYTES] == 0x47:
+        marks = video_bytes[::TS_PACKET_BYTES]
         is_cut = len(video_bytes) % TS_PACKET_BYTES != 0
+        is_cut |= marks.count(0x47) < (1 - MISSING_SHARE) * len(marks)
     if is_cut:
         raise PixelError("the file is cut short: it ends within a frame or packet")
+
+
+def _has_gif_end(gif_bytes: bytes) -> bool:
+    """Whether the blocks of a GIF lead to its trailer, after which there may be anything."""
+
+    def palette_bytes(flags: int) -> int:
+        return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+    position = 13 + palette_bytes(gif_bytes[10])
+    while (block := gif_bytes[position : position + 1]) in (b"!", b","):
+        position += 2 if block == b"!" else 11 + palette_bytes(gif_bytes[position + 9])
+        while size := gif_bytes[position]:  # pieces of data
+            position += 1 + size
+        position += 1
+    return block == b";"
 
 
 def list_frames(video_container: Any, deadline: SampleDeadline = NO_DEADLINE) -> FrameTable | None:

@@ -208,7 +208,7 @@ class StoredSizes:
     """For each shard: its number of ``samples``, of the assistant's ``turns`` in usable samples, and of
     ``unusable`` samples by reason."""
     document_flags: Any = None
-    """bool [samples]: whether each sample is a document; None: none is."""
+    """bool [samples]: whether each sample is a document that may be cut; None: none is."""
     text_before: Any = None
     """uint32 [media]: number of tokens of text before each medium of a document."""
     limit_texts: Any = None
