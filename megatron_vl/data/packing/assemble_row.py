@@ -151,9 +151,7 @@ def _pack_vision(media_items: Sequence[MediaItem], token_ids: Tensor, spec: Mode
     plane_indices = []
     first_plane = 0
     for media_item in media_items:
-        plane_indices.append(
-            _item_plane_index(media_item, vision_spec.temporal_patch_size, first_plane)
-        )
+        plane_indices.append(_item_plane_index(media_item, vision_spec.temporal_patch_size, first_plane))
         first_plane += media_item.planes.shape[0] * media_item.planes.shape[1]
 
     position_hw = torch.cat([patch_positions(grid, vision_spec.spatial_merge_size) for grid in media_grids])

@@ -50,7 +50,7 @@ from megatron_vl.data.sample.conversation_checks import (
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.parts import ExchangeStart
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
-from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, load_tokenizer
+from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, shared_tokenizer
 from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
@@ -105,7 +105,7 @@ class ChatEncoder:
         self.spec = spec
         self.thinking_rule = thinking_rule or ThinkingRule()
         self.hf_dir = Path(hf_dir)
-        self.tokenizer, self.serving_note = load_tokenizer(hf_dir)
+        self.tokenizer, self.serving_note = shared_tokenizer(hf_dir)
         # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
         self._fast_tokenizer = self.tokenizer.backend_tokenizer
         check_embedding_rows(self._fast_tokenizer, spec.language.vocab_size, hf_dir)

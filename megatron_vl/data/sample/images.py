@@ -40,7 +40,9 @@ class ImageTooLargeError(PixelError):
 PNG_EXIF_MARKS = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 """One of them stands in a PNG that says how it is turned."""
 JPEG_MAGIC = b"\xff\xd8"
-PLAIN_JPEG_MARKERS = {bytes((0xFF, i)) for i in (0xC0, 0xC1, 0xC2, 0xC4, 0xDB, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0))}
+PLAIN_JPEG_MARKERS = {
+    bytes((0xFF, i)) for i in b"\xc0\xc1\xc2\xc4\xdb\xdd\xe0\xfe" + bytes(range(0xE2, 0xF0))
+}
 """What may stand before the scan of a JPEG, without 0xE1, which begins Exif and XMP."""
 JPEG_SCAN_MARKER = b"\xff\xda"
 JPEG_END_MARKER = b"\xff\xd9"
@@ -104,7 +106,10 @@ def _upright_rgb(opened_image: Any) -> Any:
         value_kind = "float" if opened_image.mode == "F" else "integer"
         raise PixelError(f"an image of 32-bit {value_kind} values; scale it to 8 or 16 bits")
 
-    image = ImageOps.exif_transpose(opened_image)
+    opened_image.load()
+    # It copies an image that is upright.
+    is_upright = opened_image.getexif().get(0x0112, 1) == 1
+    image = opened_image if is_upright else ImageOps.exif_transpose(opened_image)
     # The transparent colour has the file's depth; pixels of fewer or more bits come out of Pillow with 8.
     color = image.info.get("transparency")
     if image.mode.startswith("I;16"):
@@ -117,12 +122,13 @@ def _upright_rgb(opened_image: Any) -> Any:
         image.info["transparency"] = tuple(value >> 8 for value in color)
 
     if not image.has_transparency_data:
-        return image.convert("RGB")
-    rgba_image = image.convert("RGBA")
-    if rgba_image.getchannel("A").getextrema() == (255, 255):  # as of screenshots
+        return image if image.mode == "RGB" else image.convert("RGB")
+    rgba_image = image if image.mode == "RGBA" else image.convert("RGBA")
+    alpha_channel = rgba_image.getchannel("A")
+    if alpha_channel.getextrema() == (255, 255):  # as of screenshots
         return rgba_image.convert("RGB")
     rgb_image = Image.new("RGB", rgba_image.size, "white")
-    rgb_image.paste(rgba_image, mask=rgba_image.getchannel("A"))
+    rgb_image.paste(rgba_image, mask=alpha_channel)
     return rgb_image
 
 
