@@ -55,7 +55,7 @@ class TarShard:
     count: int
     fields: PairFields
     spans: Any
-    """A slice is uint64 [n, 3]: first byte of each pair, the byte after it, and :func:`key_hash` of its key."""
+    """A slice is uint64 [n, 3]: first byte of each pair, the byte after it, :func:`key_hash` of its key."""
 
 
 def key_hash(key: str) -> int:
