@@ -11,7 +11,7 @@ import errno
 import io
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,12 @@ def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Te
         PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, the image is damaged, or its values
             have 32 bits, whose range no file says.
     """
+    import simplejpeg
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    if (plain_pixels := _decode_plain_jpeg(image_bytes, max_pixels)) is not None:
-        return plain_pixels
+    if (size := _plain_jpeg_size(image_bytes)) and size[0] * size[1] <= max_pixels:
+        with suppress(ValueError):  # below is said what is wrong with it
+            return torch.from_numpy(simplejpeg.decode_jpeg(image_bytes, "RGB")).permute(2, 0, 1)
     with pixel_errors("image"), open_image(image_bytes, max_pixels) as opened_image:
         if opened_image.format in ("JPEG", "MPO"):
             jpeg_pixels = _decode_jpeg(image_bytes, opened_image)
@@ -193,19 +195,6 @@ def _plain_jpeg_size(image_bytes: bytes) -> tuple[int, int] | None:
     except ValueError:
         return None
     return (height, width) if colorspace in ("YCbCr", "Gray") else None
-
-
-def _decode_plain_jpeg(image_bytes: bytes, max_pixels: int) -> Tensor | None:
-    """The pixels of a JPEG of :func:`_plain_jpeg_size` that is sound; None for all else."""
-    import simplejpeg
-
-    size = _plain_jpeg_size(image_bytes)
-    if size is None or size[0] * size[1] > max_pixels:
-        return None
-    try:
-        return torch.from_numpy(simplejpeg.decode_jpeg(image_bytes, "RGB")).permute(2, 0, 1)
-    except ValueError:
-        return None
 
 
 def _strict_rgb(image_bytes: bytes, colorspace: str, is_progressive: bool) -> np.ndarray:
