@@ -89,8 +89,7 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
         )
     starts = token_counts.cumsum() - token_counts
     kind_ids = [spec.image_token_id if grid.kind == "image" else spec.video_token_id for grid in media_grids]
-    first_positions = positions[starts]
-    wanted_positions = (first_positions - starts).repeat(token_counts) + np.arange(len(positions))
+    wanted_positions = (positions[starts] - starts).repeat(token_counts) + np.arange(len(positions))
     is_right = (positions == wanted_positions) & (ids[positions] == np.repeat(kind_ids, token_counts))
     if not is_right.all():
         medium_number = int(np.searchsorted(starts, is_right.argmin(), side="right"))
@@ -99,7 +98,8 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
             f"medium {medium_number} ({kind}) needs {count} {kind} placeholders in one run; the text does not"
             " have them there"
         )
-    return first_positions.tolist()
+    first_positions: list[int] = positions[starts].tolist()
+    return first_positions
 
 
 def mrope_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: ModelSpec) -> Tensor:

@@ -303,7 +303,8 @@ def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
     tar_list = read_tar_list(metadata_dir)
     if tar_list is None:
         return {}
-    spans_path, pair_count = metadata_dir / SPANS_FILE, sum(tar_list.samples_by_tar.values())
+    spans_path: Any = metadata_dir / SPANS_FILE
+    pair_count = sum(tar_list.samples_by_tar.values())
     if location_size_bytes(spans_path) != SPAN_BYTES * pair_count:
         raise TarListError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
 
@@ -313,7 +314,7 @@ def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
         return np.frombuffer(content, "<u8").reshape(-1, 3)
 
     shards, start, root = {}, 0, EPath(tar_list.root)
-    mapped_spans = None
+    mapped_spans: Any = None
     if isinstance(spans_path, Path) and pair_count:
         mapped_spans = np.memmap(spans_path, "<u8", "r", shape=(pair_count, 3))
     for name, count in tar_list.samples_by_tar.items():
