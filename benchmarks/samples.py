@@ -20,6 +20,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from itertools import batched
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +36,9 @@ from megatron_vl.data.synthetic import IMAGE_SIZES
 from megatron_vl.spec.families import read_spec
 from toolkit.common.hf_loading import load_hf_processor
 from toolkit.demo.demo_data import load_images
+
+ROW_SAMPLES = 10
+"""Samples of a row, whose texts a loader process encodes before it decodes their pixels."""
 
 
 def random_crop(photograph: Image.Image, size: tuple[int, int], generator: random.Random) -> Image.Image:
@@ -158,9 +162,10 @@ def time_round(
 
     for first in range(0, len(made), turn_length):
         turn = slice(first, first + turn_length)
-        for sample in raw[turn]:
-            encoded = timed("loader, text", encoder.preencode_sample, sample)
-            timed("loader, pixels", encoder.postencode_sample, encoded)
+        for row in batched(raw[turn], ROW_SAMPLES):
+            encoded_row = [timed("loader, text", encoder.preencode_sample, sample) for sample in row]
+            for encoded in encoded_row:
+                timed("loader, pixels", encoder.postencode_sample, encoded)
         for sample in raw[turn]:
             timed("loader's JPEG", decode_image, sample.media_bytes["0.jpg"])
 

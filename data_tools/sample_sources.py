@@ -28,9 +28,9 @@ from megatron_vl.data.source.dataset_description import (
 )
 from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.location import DataPath, Location
-from megatron_vl.data.source.pair_reader import key_hash, read_tar_shards, shard_place
+from megatron_vl.data.source.pair_reader import key_hash, shard_place
 from megatron_vl.data.source.sample_sizes import list_split_datasets
-from megatron_vl.data.source.store_reading import StoreShards
+from megatron_vl.data.source.store_reading import StoreShards, read_tar_shards
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.errors import UserError
 
@@ -103,7 +103,9 @@ class SampleSource:
 
         if tar_shards := read_tar_shards(self.dataset.path):
             for name in self.shard_names:
-                for number in np.flatnonzero(tar_shards[name].spans[:, 2] == key_hash(sample_key)).tolist():
+                for number in np.flatnonzero(
+                    tar_shards[name].spans[:][:, 2] == key_hash(sample_key)
+                ).tolist():
                     if (sample_index := self._index_in_source(name, number)) is not None:
                         return sample_index
             return None

@@ -273,9 +273,10 @@ def read_planned_row(
     A sample whose size differs from the stored one is left out, counted and listed. The row becomes shorter,
     and may be empty, but stays the same row for all ranks.
     """
+    # One kind of work after the other finds its code and tables in the processor's caches.
+    crude_samples = [readers[planned.source][planned.index] for planned in samples]
     encoded_samples = []
-    for planned in samples:
-        crude_sample = readers[planned.source][planned.index]
+    for planned, crude_sample in zip(samples, crude_samples, strict=True):
         if crude_sample is None:
             continue  # the data set's description excludes it
         sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source), planned.part)

@@ -209,10 +209,11 @@ def random_medium(
     pixel_planes = torch.randint(
         0,
         256,
-        (frame_count, h * w, vision_spec.in_channels * vision_spec.patch_size**2),
+        (frame_count, h * w, vision_spec.in_channels, vision_spec.patch_size**2),
         generator=generator,
         dtype=torch.uint8,
     )
+    pixel_planes = pixel_planes.transpose(2, 3).flatten(2)  # colours last
 
     placeholder_id = spec.image_token_id if media_kind == "image" else spec.video_token_id
     token_ids = []

@@ -50,7 +50,7 @@ class PatchEmbed(nn.Module):
         self._pixel_std = torch.tensor(pixel_std, dtype=torch.float32) * 255.0
 
     def forward(self, planes: Tensor, plane_index: Tensor) -> Tensor:
-        """planes uint8 [Q, C * p * p], plane_index int [P, T] -> [P, hidden].
+        """planes uint8 [Q, p * p * C], plane_index int [P, T] -> [P, hidden].
 
         Patch i consists of the T planes ``plane_index[i]``.
         """
@@ -60,12 +60,12 @@ class PatchEmbed(nn.Module):
             self._pixel_std = self._pixel_std.to(planes.device)
 
         # Planes are normalised before they are gathered, because an image uses each of its planes twice.
-        plane_pixels = planes.view(-1, vision_spec.in_channels, vision_spec.patch_size**2).float()
-        plane_pixels = (plane_pixels - self._pixel_mean[:, None]) / self._pixel_std[:, None]
+        plane_pixels = planes.view(-1, vision_spec.patch_size**2, vision_spec.in_channels).float()
+        plane_pixels = (plane_pixels - self._pixel_mean) / self._pixel_std
         plane_pixels = plane_pixels.to(self.proj.weight.dtype)
 
-        patches = plane_pixels[plane_index.long()]  # [P, T, C, p * p]
-        return self.proj(patches.transpose(1, 2).reshape(patches.shape[0], -1))
+        patches = plane_pixels[plane_index.long()]  # [P, T, p * p, C]
+        return self.proj(patches.permute(0, 3, 1, 2).reshape(patches.shape[0], -1))
 
 
 class PositionTable(nn.Module):

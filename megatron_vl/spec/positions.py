@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_vl.spec.families import ModelSpec, VisionSpec
@@ -77,29 +79,26 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
     Raises:
         PositionError: the placeholders do not match the grids in kind, order or number.
     """
-    is_media = (token_ids == spec.image_token_id) | (token_ids == spec.video_token_id)
-    media_positions = is_media.nonzero().flatten()
-    token_counts = [media_grid.num_tokens(spec.vision.spatial_merge_size) for media_grid in media_grids]
-    if len(media_positions) != sum(token_counts):
+    ids = token_ids.numpy()
+    positions = ((ids == spec.image_token_id) | (ids == spec.video_token_id)).nonzero()[0]
+    token_counts = np.array([grid.num_tokens(spec.vision.spatial_merge_size) for grid in media_grids], int)
+    if len(positions) != token_counts.sum():
         raise PositionError(
-            f"the text holds {len(media_positions)} image and video placeholders; its media need"
-            f" {sum(token_counts)}"
+            f"the text holds {len(positions)} image and video placeholders; its media need"
+            f" {token_counts.sum()}"
         )
-
-    first_positions = []
-    runs_by_medium = zip(media_grids, media_positions.split(token_counts), strict=False)
-    for medium_number, (media_grid, placeholder_run) in enumerate(runs_by_medium, 1):
-        placeholder_id = spec.image_token_id if media_grid.kind == "image" else spec.video_token_id
-        if (
-            len(placeholder_run) == 0
-            or int(placeholder_run[-1] - placeholder_run[0]) != len(placeholder_run) - 1
-            or not bool((token_ids[placeholder_run] == placeholder_id).all())
-        ):
-            raise PositionError(
-                f"medium {medium_number} ({media_grid.kind}) needs {len(placeholder_run)} {media_grid.kind}"
-                " placeholders in one run; the text does not have them there"
-            )
-        first_positions.append(int(placeholder_run[0]))
+    starts = token_counts.cumsum() - token_counts
+    kind_ids = [spec.image_token_id if grid.kind == "image" else spec.video_token_id for grid in media_grids]
+    wanted_positions = (positions[starts] - starts).repeat(token_counts) + np.arange(len(positions))
+    is_right = (positions == wanted_positions) & (ids[positions] == np.repeat(kind_ids, token_counts))
+    if not is_right.all():
+        medium_number = int(np.searchsorted(starts, is_right.argmin(), side="right"))
+        kind, count = media_grids[medium_number - 1].kind, token_counts[medium_number - 1]
+        raise PositionError(
+            f"medium {medium_number} ({kind}) needs {count} {kind} placeholders in one run; the text does not"
+            " have them there"
+        )
+    first_positions: list[int] = positions[starts].tolist()
     return first_positions
 
 
@@ -118,55 +117,47 @@ def mrope_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: Mod
     Raises:
         PositionError: the placeholders do not match the grids.
     """
-    merge_size = spec.vision.spatial_merge_size
-    position_parts: list[Tensor] = []
-    next_token = next_position = 0
     run_grids = placeholder_runs(media_grids, spec)
     run_starts = placeholder_positions(token_ids, run_grids, spec)
-
+    positions = np.empty((3, len(token_ids)), np.int64)
+    next_token = next_position = 0
     for run_grid, run_start in zip(run_grids, run_starts, strict=True):
-        # The text before the medium.
-        text_length = run_start - next_token
-        position_parts.append((torch.arange(text_length) + next_position).expand(3, -1))
-        next_position += text_length
-
-        # The medium.
+        # The text before the medium, and the medium.
+        medium_position = next_position + run_start - next_token
+        positions[:, next_token:run_start] = np.arange(next_position, medium_position)
         medium_positions = _merge_unit_positions(run_grid, spec.vision)
-        position_parts.append(medium_positions + next_position)
-        next_position += int(medium_positions.max()) + 1
-        next_token = run_start + run_grid.num_tokens(merge_size)
+        next_token = run_start + medium_positions.shape[1]
+        positions[:, run_start:next_token] = medium_positions + medium_position
+        next_position = medium_position + int(medium_positions.max()) + 1
 
     # The text after the last medium.
-    position_parts.append((torch.arange(len(token_ids) - next_token) + next_position).expand(3, -1))
-    return torch.cat(position_parts, dim=1)
+    positions[:, next_token:] = np.arange(len(token_ids) - next_token) + next_position
+    return torch.from_numpy(positions)
 
 
-def _merge_unit_positions(media_grid: GridTHW, vision_spec: VisionSpec) -> Tensor:
+def _merge_unit_positions(media_grid: GridTHW, vision_spec: VisionSpec) -> NDArray[np.int64]:
     """int64 [3, tokens]: time, row and column of each merge unit, from 0.
 
     In Qwen2-VL, frame groups are 1 apart in time. In Qwen2.5-VL, group ``i`` is at ``int(i * second_per_grid
     * tokens_per_second)``. In Qwen3-VL, each group is a separate medium.
     """
-    time_positions = torch.arange(media_grid.t)
+    merge_size = vision_spec.spatial_merge_size
+    axes = np.indices((media_grid.t, media_grid.h // merge_size, media_grid.w // merge_size)).reshape(3, -1)
     if media_grid.kind == "video" and vision_spec.tokens_per_second:
-        seconds = media_grid.second_per_grid
         # Computed in float32, as in the references: a float64 product may be truncated to another number.
-        group_seconds = time_positions * torch.tensor(seconds, dtype=torch.float32)
-        time_positions = (group_seconds * vision_spec.tokens_per_second).long()
-
-    row_positions = torch.arange(media_grid.h // vision_spec.spatial_merge_size)
-    column_positions = torch.arange(media_grid.w // vision_spec.spatial_merge_size)
-    axes = torch.meshgrid(time_positions, row_positions, column_positions, indexing="ij")
-    return torch.stack(axes).reshape(3, -1)
+        group_seconds = axes[0].astype(np.float32) * np.float32(media_grid.second_per_grid)
+        axes[0] = group_seconds * np.float32(vision_spec.tokens_per_second)
+    return axes
 
 
 def patch_positions(media_grid: GridTHW, merge_size: int) -> Tensor:
     """int64 [patches, 2]: row and column of each patch within its frame, in merge-unit order."""
-    rows, columns = torch.meshgrid(torch.arange(media_grid.h), torch.arange(media_grid.w), indexing="ij")
-    unit_shape = (media_grid.h // merge_size, merge_size, media_grid.w // merge_size, merge_size)
-    unit_rows = rows.reshape(unit_shape).transpose(1, 2).flatten()
-    unit_columns = columns.reshape(unit_shape).transpose(1, 2).flatten()
-    return torch.stack((unit_rows, unit_columns), dim=1).repeat(media_grid.t, 1)
+    rows, columns = np.arange(media_grid.h), np.arange(media_grid.w)
+    shape = (media_grid.t, media_grid.h // merge_size, media_grid.w // merge_size, merge_size, merge_size, 2)
+    positions = np.empty(shape, np.int64)
+    positions[..., 0] = rows.reshape(-1, 1, merge_size, 1)
+    positions[..., 1] = columns.reshape(-1, 1, merge_size)
+    return torch.from_numpy(positions.reshape(-1, 2))
 
 
 @dataclass
@@ -205,15 +196,15 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
     for grid in media_grids:
         rows, columns = (size // vision_spec.spatial_merge_size for size in (grid.h, grid.w))
         windows_across, windows_down = -(-columns // window_side), -(-rows // window_side)
-        window_row = torch.arange(rows)[:, None] // window_side
-        unit_windows = (window_row * windows_across + torch.arange(columns) // window_side).flatten()
-        first_windows = torch.arange(grid.t)[:, None] * (windows_across * windows_down) + first_window
-        window_numbers.append((first_windows + unit_windows).flatten())
+        window_row = np.arange(rows)[:, None] // window_side
+        unit_windows = (window_row * windows_across + np.arange(columns) // window_side).ravel()
+        first_windows = np.arange(grid.t)[:, None] * (windows_across * windows_down) + first_window
+        window_numbers.append((first_windows + unit_windows).ravel())
         first_window += grid.t * windows_across * windows_down
 
-    window_of_unit = torch.cat(window_numbers)
-    unit_order = torch.argsort(window_of_unit, stable=True)
-    units_per_window = torch.unique_consecutive(window_of_unit[unit_order], return_counts=True)[1]
+    window_of_unit = np.concatenate(window_numbers)
+    unit_order = torch.from_numpy(window_of_unit.argsort(kind="stable"))
+    units_per_window = torch.from_numpy(np.bincount(window_of_unit))
     return WindowOrder(unit_order, cu_seqlens, _cumulative_lengths(units_per_window * merge_unit))
 
 

@@ -28,7 +28,7 @@ from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source import pair_reader
 from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.data.source.location import ObjectStoreError
-from megatron_vl.data.source.pair_reader import read_tar_shards
+from megatron_vl.data.source.store_reading import StoredSpans, read_tar_shards
 from megatron_vl.data.source.tar_list import TarListError, parse_fields
 from megatron_vl.spec.families import read_spec
 from tests.support.tiny_run import metrics, prepare, trainings
@@ -518,6 +518,22 @@ def test_converted_data_set_is_not_replaced(tars, tmp_path, hf):
     )
     with pytest.raises(TarIndexError, match="was converted"):
         index(out, hf, tars[0])
+
+
+def test_spans_in_a_store_are_read_in_pages():
+    table, asked = np.arange(9000, dtype="<u8").reshape(-1, 3), []
+
+    def read_spans(first: int, end: int) -> np.ndarray:
+        asked.append((first, end))
+        return table[first:end]
+
+    spans = StoredSpans(None, read_spans, range(1000, 2900))
+    for numbers, pages in (
+        (slice(20, 30), (0, 2048)),
+        (slice(100, 101), (1024, 2048)),
+        (slice(None), (0, 3072)),
+    ):
+        assert np.array_equal(spans[numbers], table[1000:2900][numbers]) and asked[-1] == pages
 
 
 # --- Object stores ------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import torch
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE, loss_index
 
 
-@pytest.mark.parametrize("seq_len", [1024, 1000])
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.5, 0.8])
+@pytest.mark.parametrize(("seq_len", "share"), [(1000, 0.0), (1024, 0.001), (1000, 0.8)])
 def test_loss_index_has_every_loss_token(seq_len: int, share: float) -> None:
     for seed in range(20):
         mask = (torch.rand(seq_len, generator=torch.Generator().manual_seed(seed)) < share).float()

@@ -10,7 +10,6 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_vl.data.sample import chat
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, ThinkingRule, opens_thinking, split_thinking
@@ -64,14 +62,6 @@ TOOL_CALL = [
     *("R", "ome", "\n"),
     *("</", "parameter", ">\n", "</", "function", ">\n", "</tool_call>"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tokenizers_once() -> Iterator[None]:
-    """Reading the released vocabulary takes a second. The encoders of a folder share it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat, "load_tokenizer", cache(chat.load_tokenizer))
-        yield
 
 
 @cache

@@ -86,6 +86,7 @@ def write_rules(folder: Path, change, tokenizer_class: str | None) -> Tokenizer:
 def test_token_ids_are_those_of_the_file(folder, name, tokenizer_class):
     file = write_rules(folder, CHANGES[name], tokenizer_class)
     encoder = ChatEncoder(folder, read_spec(folder))
+    assert ChatEncoder(folder, read_spec(folder)).tokenizer is encoder.tokenizer  # loaded once
     for text in TEXTS:
         assert encoder._fast_tokenizer.encode(text).ids == file.encode(text).ids, text
         assert encoder.tokenizer(text)["input_ids"] == file.encode(text).ids, text

@@ -157,11 +157,11 @@ def planes_to_pixels(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> 
     """Puts the planes of a medium together again: uint8 [frames, 3, height, width].
 
     Args:
-        planes: uint8 [frames, h * w, 3 * patch * patch], patches in merge-unit order.
+        planes: uint8 [frames, h * w, patch * patch * 3], patches in merge-unit order.
     """
     p, m = settings.patch_size, settings.merge_size
-    patch_blocks = planes.reshape(-1, grid.h // m, grid.w // m, m, m, 3, p, p)
-    return patch_blocks.permute(0, 5, 1, 3, 6, 2, 4, 7).reshape(-1, 3, grid.h * p, grid.w * p)
+    patch_blocks = planes.reshape(-1, grid.h // m, grid.w // m, m, m, p, p, 3)
+    return patch_blocks.permute(0, 7, 1, 3, 5, 2, 4, 6).reshape(-1, 3, grid.h * p, grid.w * p)
 
 
 def split_turns(token_ids: Tensor, loss_mask: Tensor, tokenizer: Any, spec: ModelSpec) -> list[Turn]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from megatron_vl.data.packing.training_row import TrainingRow, VisionBatch
 from megatron_vl.spec.families import ModelSpec
@@ -20,8 +21,6 @@ from megatron_vl.spec.positions import (
     GridTHW,
     mrope_positions,
     patch_positions,
-    placeholder_positions,
-    placeholder_runs,
     window_order,
 )
 from megatron_vl.system.errors import UserError
@@ -37,7 +36,7 @@ class MediaItem:
 
     grid_thw: GridTHW
     planes: Tensor
-    """uint8 [F, h * w, channels * patch * patch]: the frames, with patches in merge-unit order. An image has
+    """uint8 [F, h * w, patch * patch * channels]: the frames, with patches in merge-unit order. An image has
     one frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``, because HF's processors repeat the
     last frame."""
 
@@ -84,125 +83,98 @@ def pack_row(
         PackingError: there is no sample, or there are more tokens than ``seq_len``.
         PositionError: placeholders and media of a sample do not match.
     """
-    sample_lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
-    token_count = int(sample_lengths.sum())
-    if not len(samples) or token_count > seq_len or bool((sample_lengths == 0).any()):
+    sample_lengths = [len(sample) for sample in samples]
+    token_count = sum(sample_lengths)
+    if not sample_lengths or token_count > seq_len or not all(sample_lengths):
         raise PackingError(
-            f"{len(samples)} samples of {sample_lengths.tolist()} tokens do not make a row of {seq_len}"
-            " tokens"
+            f"{len(samples)} samples of {sample_lengths} tokens do not make a row of {seq_len} tokens"
         )
 
     # The row has a fixed length, so that messages between pipeline stages have one size.
     fill_token = padding_token(spec) if pad_token_id is None else pad_token_id
-    padding_length = seq_len - token_count
-    token_ids = torch.cat([sample.token_ids for sample in samples])
-    token_ids = pad(token_ids, (0, padding_length), value=fill_token)
-    labels, loss_mask = _labels_and_mask(samples, seq_len)
-
-    media_items = [item for sample in samples for item in sample.media_items]
+    token_ids = torch.full((seq_len,), fill_token)
+    torch.cat([sample.token_ids for sample in samples], out=token_ids[:token_count])
 
     # The tail is one more segment, because the attention kernels need a segment for every token.
-    segment_lengths = sample_lengths
-    if padding_length:
-        segment_lengths = torch.cat([sample_lengths, torch.tensor([padding_length])])
+    segment_ends = list(accumulate(sample_lengths))
+    padding_length = seq_len - token_count
+    segment_lengths = sample_lengths + [padding_length] * bool(padding_length)
+    labels, loss_mask = _labels_and_mask(samples, token_ids, [end - 1 for end in segment_ends])
+
+    # Positions start again at 0 in each sample, and in the padded tail.
+    position_ids = [
+        mrope_positions(sample.token_ids, [item.grid_thw for item in sample.media_items], spec)
+        for sample in samples
+    ]
+    position_ids.append(torch.arange(padding_length).expand(3, -1))
 
     # A row without images still gets one, so that the tower can run on every rank.
-    vision_batch = dummy_vision_batch(spec)
-    if media_items:
-        vision_batch = _pack_vision(media_items, _placeholder_indices(samples, sample_lengths, spec), spec)
-
+    media_items = [item for sample in samples for item in sample.media_items]
     return TrainingRow(
         tokens=token_ids,
         labels=labels,
         loss_mask=loss_mask,
-        position_ids=_row_positions(samples, padding_length, spec),
-        cu_seqlens=pad(segment_lengths.cumsum(0), (1, 0)).int(),
-        max_seqlen=int(segment_lengths.max()),
-        vision=vision_batch,
+        position_ids=torch.cat(position_ids, dim=1),
+        cu_seqlens=torch.tensor([0, *accumulate(segment_lengths)], dtype=torch.int32),
+        max_seqlen=max(segment_lengths),
+        vision=_pack_vision(media_items, token_ids, spec) if media_items else dummy_vision_batch(spec),
         num_samples=len(samples),
         num_images=len(media_items),
         num_patches=sum(item.grid_thw.num_patches for item in media_items),
     )
 
 
-def _row_positions(samples: Sequence[TokenizedSample], padding_length: int, spec: ModelSpec) -> Tensor:
-    """int64 [3, S]. Positions start again at 0 in each sample, and in the padded tail."""
-    position_ids = []
-    for sample in samples:
-        sample_grids = [item.grid_thw for item in sample.media_items]
-        position_ids.append(mrope_positions(sample.token_ids, sample_grids, spec))
-    position_ids.append(torch.arange(padding_length).expand(3, -1))
-    return torch.cat(position_ids, dim=1)
-
-
-def _labels_and_mask(samples: Sequence[TokenizedSample], seq_len: int) -> tuple[Tensor, Tensor]:
+def _labels_and_mask(
+    samples: Sequence[TokenizedSample], token_ids: Tensor, last_tokens: list[int]
+) -> tuple[Tensor, Tensor]:
     """Labels int64 [S] and loss mask float32 [S].
 
     A label is the next token of the same sample if it is trained on. The mask holds the weight of its loss.
+
+    Args:
+        last_tokens: the place in the row of the last token of each sample.
     """
-    labels = torch.zeros(seq_len, dtype=torch.int64)
-    loss_mask = torch.zeros(seq_len, dtype=torch.float32)
-    first_token = 0
-    for sample in samples:
-        token_slice = slice(first_token, first_token + len(sample) - 1)
-        weights = sample.loss_mask[1:]
-        loss_mask[token_slice] = weights.float()
-        labels[token_slice] = sample.token_ids[1:] * (weights != 0)
-        first_token += len(sample)
-    return labels, loss_mask
+    loss_mask = torch.zeros(len(token_ids))
+    weights = torch.cat([sample.loss_mask for sample in samples])
+    loss_mask[: len(weights) - 1] = weights[1:]
+    loss_mask[last_tokens] = 0
+    return token_ids.roll(-1) * (loss_mask != 0), loss_mask
 
 
-def _placeholder_indices(
-    samples: Sequence[TokenizedSample], sample_lengths: Tensor, spec: ModelSpec
-) -> Tensor:
-    """int64 [N]: the position in the row of each placeholder, with media in the order of the text."""
-    merge_size = spec.vision.spatial_merge_size
-    sample_offsets = pad(sample_lengths.cumsum(0), (1, 0)).tolist()
-    token_indices = []
-    for sample, sample_offset in zip(samples, sample_offsets[:-1], strict=True):
-        sample_grids = [item.grid_thw for item in sample.media_items]
-        run_grids = placeholder_runs(sample_grids, spec)
-        run_starts = placeholder_positions(sample.token_ids, run_grids, spec)
-        for run_grid, run_start in zip(run_grids, run_starts, strict=True):
-            token_indices.append(torch.arange(run_grid.num_tokens(merge_size)) + sample_offset + run_start)
-    return torch.cat(token_indices)
-
-
-def _pack_vision(
-    media_items: Sequence[MediaItem], placeholder_indices: Tensor, spec: ModelSpec
-) -> VisionBatch:
+def _pack_vision(media_items: Sequence[MediaItem], token_ids: Tensor, spec: ModelSpec) -> VisionBatch:
     vision_spec = spec.vision
     media_grids = [media_item.grid_thw for media_item in media_items]
     patch_order = window_order(media_grids, vision_spec)
     patch_indices = patch_order.patch_order(vision_spec.merge_unit)
+    placeholders = (token_ids == spec.image_token_id) | (token_ids == spec.video_token_id)
 
     plane_indices = []
     first_plane = 0
     for media_item in media_items:
-        plane_indices.append(_item_plane_index(media_item, vision_spec.temporal_patch_size) + first_plane)
+        plane_indices.append(_item_plane_index(media_item, vision_spec.temporal_patch_size, first_plane))
         first_plane += media_item.planes.shape[0] * media_item.planes.shape[1]
 
     position_hw = torch.cat([patch_positions(grid, vision_spec.spatial_merge_size) for grid in media_grids])
-    frame_hw = torch.cat(
-        [torch.tensor([[grid.h, grid.w]]).expand(grid.num_patches, 2) for grid in media_grids]
-    )
+    frame_sizes = np.array([(grid.h, grid.w) for grid in media_grids], np.int32)
+    frame_hw = frame_sizes.repeat([grid.num_patches for grid in media_grids], axis=0)
     return VisionBatch(
         planes=torch.cat([media_item.planes.flatten(0, 1) for media_item in media_items]),
-        plane_index=torch.cat(plane_indices)[patch_indices].int(),
-        position_hw=position_hw[patch_indices].int(),
-        frame_hw=frame_hw[patch_indices].int(),
+        plane_index=torch.from_numpy(np.concatenate(plane_indices))[patch_indices],
+        position_hw=position_hw.int()[patch_indices],
+        frame_hw=torch.from_numpy(frame_hw)[patch_indices],
         cu_seqlens=patch_order.cu_seqlens,
         cu_window_seqlens=patch_order.cu_window_seqlens,
         max_seqlen=int(patch_order.cu_seqlens.diff().max()),
         max_window_seqlen=int(patch_order.cu_window_seqlens.diff().max()),
-        feature_index=placeholder_indices[patch_order.unit_order],
+        feature_index=placeholders.nonzero().flatten()[patch_order.unit_order],
     )
 
 
-def _item_plane_index(media_item: MediaItem, temporal_patch_size: int) -> Tensor:
-    """int64 [patches, temporal]: the planes of each patch, counted from the item's first plane.
+def _item_plane_index(media_item: MediaItem, temporal_patch_size: int, first_plane: int) -> np.ndarray:
+    """int32 [patches, temporal]: the planes of each patch in the row, in merge-unit order.
 
-    Patches are in merge-unit order.
+    Args:
+        first_plane: number of the item's first plane in the row.
     """
     grid = media_item.grid_thw
     num_frames, planes_per_frame, _ = media_item.planes.shape
@@ -211,10 +183,9 @@ def _item_plane_index(media_item: MediaItem, temporal_patch_size: int) -> Tensor
         raise PackingError(
             f"a {grid.kind} of {grid.h} x {grid.w} patches came with {planes_per_frame} planes a frame"
         )
-
-    frame_numbers = torch.arange(grid.t * temporal_patch_size).clamp(max=num_frames - 1)
-    frame_numbers = frame_numbers.view(grid.t, 1, temporal_patch_size)
-    plane_numbers = frame_numbers * patches_per_frame + torch.arange(patches_per_frame)[:, None]
+    frame_numbers = np.arange(grid.t * temporal_patch_size, dtype=np.int32).clip(max=num_frames - 1)
+    first_planes = first_plane + frame_numbers.reshape(grid.t, 1, temporal_patch_size) * patches_per_frame
+    plane_numbers = first_planes + np.arange(patches_per_frame, dtype=np.int32)[:, None]
     return plane_numbers.reshape(-1, temporal_patch_size)
 
 

@@ -31,7 +31,7 @@ class VisionBatch:
     """
 
     planes: Tensor
-    """uint8 [Q, channels * patch * patch]: each plane is one time slice of a patch, not normalised. A patch
+    """uint8 [Q, patch * patch * channels]: each plane is one time slice of a patch, not normalised. A patch
     of an image uses one plane twice; a patch of a video uses two planes."""
     plane_index: Tensor
     """int32 [P, temporal_patch_size]: the planes of each patch."""

@@ -25,7 +25,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from megatron_vl.data.sample.conversation_checks import (
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.parts import ExchangeStart
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
-from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, load_tokenizer
+from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, shared_tokenizer
 from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
@@ -105,7 +105,7 @@ class ChatEncoder:
         self.spec = spec
         self.thinking_rule = thinking_rule or ThinkingRule()
         self.hf_dir = Path(hf_dir)
-        self.tokenizer, self.serving_note = load_tokenizer(hf_dir)
+        self.tokenizer, self.serving_note = shared_tokenizer(hf_dir)
         # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
         self._fast_tokenizer = self.tokenizer.backend_tokenizer
         check_embedding_rows(self._fast_tokenizer, spec.language.vocab_size, hf_dir)
@@ -414,16 +414,19 @@ class ChatEncoder:
                 trained on of each assistant turn, and of each video's text.
             turn_weights: the ``loss_weight`` of each assistant turn.
         """
-        starts, ends = _starts_and_ends(token_spans)
+        starts, ends = starts_and_ends(token_spans)
         # Tokens without characters and the media's own tokens are not text that the assistant wrote.
         is_written = ~self._is_media(token_ids) & (ends > starts)
-        video_starts, video_ends = _starts_and_ends(video_spans)
-        last_video = np.searchsorted(video_starts, ends, side="left") - 1
-        is_written &= (last_video < 0) | (np.append(video_ends, -1)[last_video] <= starts)
+        if video_spans:
+            video_starts, video_ends = starts_and_ends(video_spans)
+            last_video = np.searchsorted(video_starts, ends, side="left") - 1
+            is_written &= (last_video < 0) | (video_ends[last_video] <= starts)
 
         # The token that ends a turn may have taken the newline after it.
-        written_ends = np.where(np.isin(token_ids, self._space_eating_ids), starts + 1, ends)
-        turn_starts, turn_ends = _starts_and_ends(trained_spans)
+        written_ends = ends
+        if self._space_eating_ids:
+            written_ends = np.where(np.isin(token_ids, self._space_eating_ids), starts + 1, ends)
+        turn_starts, turn_ends = starts_and_ends(trained_spans)
         turns = np.searchsorted(turn_starts, starts, side="right") - 1
         loss_mask = is_written & (turns >= 0) & (written_ends <= np.append(turn_ends, -1)[turns])
         if set(turn_weights) <= {1.0}:
@@ -439,7 +442,7 @@ class ChatEncoder:
         repeats: np.ndarray,
     ) -> list[ExchangeStart]:
         """Where exchanges begin that begin at these characters; nothing if one begins within a token."""
-        cuts, token_starts = _starts_and_ends(cut_spans)[0], _starts_and_ends(token_spans)[0]
+        cuts, token_starts = starts_and_ends(cut_spans)[0], starts_and_ends(token_spans)[0]
         first_tokens = np.searchsorted(token_starts, cuts)
         if not len(cuts) or (np.append(token_starts, -1)[first_tokens] != cuts).any():
             return []
@@ -503,9 +506,9 @@ def _any_of(*texts: str) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, texts)))
 
 
-def _starts_and_ends(spans: Sequence[Span]) -> np.ndarray:
+def starts_and_ends(spans: Sequence[Span]) -> np.ndarray:
     """int64 [2, n]"""
-    return np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    return np.fromiter(chain.from_iterable(spans), np.int64, 2 * len(spans)).reshape(-1, 2).T
 
 
 def _list_kinds(kinds: list[str]) -> str:

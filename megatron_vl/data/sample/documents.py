@@ -15,18 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vl.data.sample.chat import ChatEncoder, starts_and_ends
 from megatron_vl.data.sample.conversation_checks import ChatError, check_control_tokens
 from megatron_vl.data.sample.parts import MediumSpan
 from megatron_vl.spec.positions import GridTHW
-
-if TYPE_CHECKING:
-    from megatron_vl.data.sample.chat import ChatEncoder
 
 END_TOKEN = "<|endoftext|>"
 
@@ -66,7 +64,7 @@ def encode_document(
             character_spans.append((start, len(text)))
     encoded_text = encoder.tokenizer.backend_tokenizer.encode(text + END_TOKEN)
     token_ids = np.array(encoded_text.ids, dtype=np.int64)
-    starts, ends = np.array(encoded_text.offsets, dtype=np.int64).reshape(-1, 2).T
+    starts, ends = starts_and_ends(encoded_text.offsets)
 
     # A character before a timestamp may share a token with it, which is then the medium's.
     first_tokens = np.searchsorted(ends, [start for start, _ in character_spans], side="right")

@@ -29,11 +29,10 @@ class PixelNorm:
     std: tuple[float, ...] = CLIP_STD
 
     def normalize_planes(self, pixel_planes: Tensor) -> Tensor:
-        """float32 of the same shape; ``pixel_planes`` is uint8 [..., channels * patch * patch]."""
-        channel_count = len(self.mean)
+        """uint8 [..., patch * patch * channels] -> float32 [..., channels * patch * patch], as HF has it."""
         scaled_mean, scaled_std = torch.tensor(self.mean) * 255.0, torch.tensor(self.std) * 255.0
-        float_pixels = pixel_planes.unflatten(-1, (channel_count, -1)).float()
-        return ((float_pixels - scaled_mean[:, None]) / scaled_std[:, None]).flatten(-2)
+        float_pixels = pixel_planes.unflatten(-1, (-1, len(self.mean))).float()
+        return ((float_pixels - scaled_mean) / scaled_std).transpose(-1, -2).flatten(-2)
 
 
 @dataclass(frozen=True)

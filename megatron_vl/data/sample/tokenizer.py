@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def load_tokenizer(hf_dir: str | Path) -> tuple[Any, str]:
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer, serving_note
+
+
+def shared_tokenizer(hf_dir: str | Path) -> tuple[Any, str]:
+    """:func:`load_tokenizer`, once a process while the folder's files stay the same; nobody may change it."""
+    files = [file for file in sorted(Path(hf_dir).glob("*")) if file.is_file()]
+    return _load_once(Path(hf_dir), tuple((file.name, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=4)
+def _load_once(hf_path: Path, _: tuple[tuple[str, int], ...]) -> tuple[Any, str]:
+    return load_tokenizer(hf_path)
 
 
 def _serving_note(tokenizer: Any, file_tokenizer: Tokenizer, hf_path: Path) -> str:

@@ -80,7 +80,7 @@ def video_planes(
     settings: PixelSettings,
     deadline: SampleDeadline = NO_DEADLINE,
 ) -> Tensor:
-    """The planes, uint8 [frames, h * w, 3 * patch * patch], of the sampled frames of a video file.
+    """The planes, uint8 [frames, h * w, patch * patch * 3], of the sampled frames of a video file.
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than ``video_info`` says.

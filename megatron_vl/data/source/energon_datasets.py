@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, SplitFacts, join_content_ids
 from megatron_vl.data.source.location import part_folders, resolve_location
-from megatron_vl.data.source.pair_reader import read_tar_shards
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
-from megatron_vl.data.source.store_reading import StoreReader, has_local_shards
+from megatron_vl.data.source.store_reading import StoreReader, has_local_shards, read_tar_shards
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 
 Integers = NDArray[np.int64]

@@ -14,7 +14,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,21 +21,12 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import skip_meta_re
 from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
-from numpy.typing import NDArray
 
 from megatron_vl.data.sample.conversation_checks import find_special_token
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.images import image_size
 from megatron_vl.data.sample.medium import UnusableError, refuse_narrow
-from megatron_vl.data.source.dataset_description import METADATA_DIR
-from megatron_vl.data.source.location import Location
-from megatron_vl.data.source.tar_list import (
-    SPANS_FILE,
-    TARS_FILE,
-    PairFields,
-    TarListError,
-    read_tar_list,
-)
+from megatron_vl.data.source.tar_list import PairFields
 
 BROKEN_FIELD = "__broken__"
 """Field of a crude sample that could not be read; its value is (reason, detail)."""
@@ -64,31 +54,8 @@ class TarShard:
     path: EPath
     count: int
     fields: PairFields
-    spans: NDArray[np.uint64]
-    """uint64 [count, 3]: the first byte of each pair, the byte after it, and :func:`key_hash` of its key."""
-
-
-def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
-    """The tars of an indexed data set by name; none for a converted one."""
-    metadata_dir = dataset_path / METADATA_DIR
-    tar_list = read_tar_list(metadata_dir)
-    if tar_list is None:
-        return {}
-    spans_path = metadata_dir / SPANS_FILE
     spans: Any
-    if isinstance(spans_path, Path):
-        spans = np.asarray(np.memmap(spans_path, "<u8", "r"))
-    else:
-        spans = np.frombuffer(spans_path.read_bytes(), "<u8")
-    if len(spans) != 3 * sum(tar_list.samples_by_tar.values()):
-        raise TarListError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
-    spans = spans.reshape(-1, 3)
-    shards, start, root = {}, 0, EPath(tar_list.root)
-    for name, count in tar_list.samples_by_tar.items():
-        facts = {"fields": tar_list.fields, "spans": spans[start : start + count]}
-        shards[name] = TarShard(name=name, path=root / name, count=count, **facts)
-        start += count
-    return shards
+    """A slice is uint64 [n, 3]: first byte of each pair, the byte after it, :func:`key_hash` of its key."""
 
 
 def key_hash(key: str) -> int:
@@ -100,7 +67,7 @@ def find_pair(shards: Mapping[str, TarShard], name: str) -> tuple[str, int] | No
     """The tar of a pair and its number there, by ``TAR/KEY`` as ``exclude`` has it; None if there is none."""
     for place in (i for i, character in enumerate(name) if character == "/"):
         if shard := shards.get(name[:place]):
-            numbers = np.flatnonzero(shard.spans[:, 2] == key_hash(name[place + 1 :]))
+            numbers = np.flatnonzero(shard.spans[:][:, 2] == key_hash(name[place + 1 :]))
             return (shard.name, int(numbers[0])) if len(numbers) else None
     return None
 
@@ -276,7 +243,7 @@ class PairReader(ShardInfosITarReader):
         shard = self.shard_infos[shard_number]
         if not isinstance(shard, TarShard):
             return super()._get_itar_sample_pointer(sample_index)
-        start, end, _ = shard.spans[number].tolist()
+        [[start, end, _]] = shard.spans[number : number + 1].tolist()
         tar_file_id = self.shard_tar_file_idxs[shard_number]
         return ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=start, byte_size=end - start)
 

@@ -331,7 +331,8 @@ def _excluded_pairs(
     """The numbers of the pairs in tars that are excluded one by one."""
     if not excluded_names:
         return
-    from megatron_vl.data.source.pair_reader import find_pair, read_tar_shards  # they import Energon
+    from megatron_vl.data.source.pair_reader import find_pair  # they import Energon
+    from megatron_vl.data.source.store_reading import read_tar_shards
 
     tar_shards = read_tar_shards(metadata_dir.parent)
     for name in excluded_names:

@@ -16,9 +16,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,10 @@ from megatron.energon.flavors.webdataset.itar import ITAR_SUFFIX, ITarFile, ITar
 from multistorageclient.types import Range
 from numpy.typing import NDArray
 
+from megatron_vl.data.source.dataset_description import METADATA_DIR
+from megatron_vl.data.source.location import Location, location_size_bytes
 from megatron_vl.data.source.pair_reader import PairReader, TarShard, shard_place
+from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, TarListError, read_tar_list
 from megatron_vl.system.errors import retry_machine_faults
 from megatron_vl.system.signals import shield_loader_worker
 
@@ -44,6 +49,7 @@ MAX_BLOCK_RANKS = 4
 block."""
 PAGE_SIZE = 1024
 """Number of a shard's offsets, of 8 bytes each, that are read together."""
+SPAN_BYTES = 24
 MAX_PAGES = 1024
 """Largest number of pages of offsets that are kept."""
 
@@ -270,6 +276,59 @@ class StoreShards:
         return list(pairwise(offsets[first_sample - page_start : end_sample - page_start + 1].tolist()))
 
 
+class StoredSpans:
+    """The list of spans of a tar in an object store. What is needed of it is read then, in whole pages.
+
+    Args:
+        read_spans: reads pairs of all tars from a first one up to a last one, uint64 [n, 3].
+        pairs: the numbers of the tar's pairs in the list.
+    """
+
+    def __init__(
+        self, path: EPath, read_spans: Callable[[int, int], NDArray[np.uint64]], pairs: range
+    ) -> None:
+        self.path, self._read_spans, self._pairs = path, read_spans, pairs
+
+    def __getitem__(self, numbers: slice) -> NDArray[np.uint64]:
+        pairs = self._pairs[numbers]
+        first = pairs.start // PAGE_SIZE * PAGE_SIZE
+        return self._read_spans(first, -(-pairs.stop // PAGE_SIZE) * PAGE_SIZE)[pairs.start - first :][
+            : len(pairs)
+        ]
+
+
+def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
+    """The tars of an indexed data set by name; none for a converted one."""
+    metadata_dir = dataset_path / METADATA_DIR
+    tar_list = read_tar_list(metadata_dir)
+    if tar_list is None:
+        return {}
+    spans_path: Any = metadata_dir / SPANS_FILE
+    pair_count = sum(tar_list.samples_by_tar.values())
+    if location_size_bytes(spans_path) != SPAN_BYTES * pair_count:
+        raise TarListError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
+
+    @lru_cache(MAX_PAGES)
+    def read_spans(first: int, end: int) -> NDArray[np.uint64]:
+        content = _read_bytes(spans_path, SPAN_BYTES * first, SPAN_BYTES * min(end, pair_count))
+        return np.frombuffer(content, "<u8").reshape(-1, 3)
+
+    shards, start, root = {}, 0, EPath(tar_list.root)
+    mapped_spans: Any = None
+    if isinstance(spans_path, Path) and pair_count:
+        mapped_spans = np.memmap(spans_path, "<u8", "r", shape=(pair_count, 3))
+    for name, count in tar_list.samples_by_tar.items():
+        pairs = range(start, start + count)
+        spans = (
+            mapped_spans[start : start + count]
+            if mapped_spans is not None
+            else StoredSpans(spans_path, read_spans, pairs)
+        )
+        shards[name] = TarShard(name, root / name, count, tar_list.fields, spans)
+        start += count
+    return shards
+
+
 def has_local_shards(dataset: Any) -> bool:
     """Whether a data set's shards lie on a local disk. Its description may lie elsewhere."""
     return bool(dataset.shards[0].path.is_local())
@@ -399,6 +458,8 @@ def reconnect_stores(datasets: Sequence[Any]) -> None:
     Two processes with one connection would read each other's answers.
     """
     for dataset in datasets:
-        for path in (dataset.path, *(shard.path for shard in dataset.shards)):
+        spans = (getattr(shard, "spans", None) for shard in dataset.shards)
+        span_paths = {one.path: None for one in spans if isinstance(one, StoredSpans)}
+        for path in (dataset.path, *span_paths, *(shard.path for shard in dataset.shards)):
             if not path.is_local():
                 path.fs = EPath(str(path)).fs
