@@ -346,7 +346,7 @@ def repeated_flops(
         tower = blocks * (recompute_config.vision == "full") + (blocks + rest) * is_decoupled
     mtp = 0.0
     if spec.language.has_mtp:
-        mtp = sum(_repeated_layer(spec.language, _mtp_kind(spec.language), modules, sizes))
+        mtp = sum(_repeated_layer(spec.language, _mtp_kind(spec.language), modules, set(), sizes))
     return RowFlops(tuple(by_kind[kind] for kind in kinds), mtp, tower)
 
 

@@ -164,7 +164,7 @@ class TinyTrainer(Trainer):
 
     def feed_of(self, rows: Iterable[Any], count: int) -> BatchBroadcast:
         """Makes a feed of other rows, ``count`` of them per step."""
-        return BatchBroadcast(self.grid, self.platform, iter(rows), count)
+        return BatchBroadcast(self.grid, self.platform, iter(rows), count, spec=self.spec)
 
     def again(self, **sections: Any) -> TinyTrainer:
         """Builds the same model with the same random weights again, with other sections of the config."""
