@@ -38,9 +38,8 @@ from typing import Any
 
 from megatron_vl.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from megatron_vl.spec.families import ModelSpec, read_spec
-from toolkit.bench.command import ALLOCATOR_VARIABLES
 from toolkit.bench.options import BenchRun, parse_bench_options
-from toolkit.common.launch import REPOSITORY_ROOT
+from toolkit.common.launch import GPU_ENVIRONMENT, REPOSITORY_ROOT
 
 TIMED_ROWS, TIMED_STEPS = 4, 8
 """Rows in a timed step, and timed steps."""
@@ -340,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=3e-4, help="peak learning rate of the trainings")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
-    os.environ.update({**ALLOCATOR_VARIABLES, **os.environ})  # before torch is imported
+    os.environ.update({**GPU_ENVIRONMENT, **os.environ})  # before torch is imported
     card_text = json.dumps(make_card(args), indent=1)
     # Each list of numbers is on one line.
     card_text = re.sub(r"\[[-+.\de,\s]+\]", lambda numbers: " ".join(numbers[0].split()), card_text)

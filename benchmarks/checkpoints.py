@@ -30,8 +30,8 @@ from megatron_vl.train import run_rank, train
 from megatron_vl.training.hooks import Hook
 from megatron_vl.training.state.optimizer_state import optimizer_slices
 from megatron_vl.weights.run_folder import step_dir_path
-from toolkit.bench.command import ALLOCATOR_VARIABLES
 from toolkit.bench.options import parse_bench_options
+from toolkit.common.launch import GPU_ENVIRONMENT
 
 SAVES, LAST_STEP = (4, 8), 11
 
@@ -114,7 +114,7 @@ def main() -> None:
     ranks = parse_bench_options(WORDS).options.nproc_per_node or torch.cuda.device_count() or 1
     launch = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {ranks} -m".split()
     for _ in range(2):
-        environment = os.environ | {"BEGIN": str(time.time())} | ALLOCATOR_VARIABLES
+        environment = os.environ | {"BEGIN": str(time.time())} | GPU_ENVIRONMENT
         subprocess.run([*launch, "benchmarks.checkpoints", str(FOLDER), *WORDS], env=environment)
         shutil.rmtree(FOLDER / "torch", ignore_errors=True)
     step = step_dir_path(FOLDER / "run", SAVES[1])
