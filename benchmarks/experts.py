@@ -1,7 +1,6 @@
-"""Times the products of many experts on one GPU: our kernels in several tile sizes, Transformer
-Engine's and torch's.
+"""Times the products of many experts on one GPU: our kernels, Transformer Engine's and torch's.
 
-    python benchmarks/experts.py [--seconds 80] [--shapes 128x2048x768,16x2048x768,16x4096x1536] [--defaults]
+    python benchmarks/experts.py [--seconds 80] [--shapes 128x2048x768,16x2048x768,16x4096x1536]
 
 For each shape (experts on the GPU x hidden size x FFN size; 65,536 unevenly routed rows) it times the two
 linears of an expert: forward, gradient of the input (dgrad), and gradient of the weight added to fp32
@@ -14,30 +13,15 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te  # before torch loads cuDNN: their libraries must be of one version
 from torch import Tensor
 
-from megatron_vl.kernels.experts.grouped_gemm import (
-    ROW_TILE_CONFIG,
-    WEIGHT_TILE_CONFIG,
-    AddressTable,
-    GemmTileConfig,
-    plan_tiles,
-    row_product,
-    weight_product,
-)
+from megatron_vl.kernels.experts.grouped_gemm import AddressTable, plan_tiles, row_product, weight_product
 
 ROWS = 65_536
-ROW_CONFIGS = [
-    ROW_TILE_CONFIG,
-    ROW_TILE_CONFIG._replace(num_stages=4),
-    ROW_TILE_CONFIG._replace(tile_k=128, num_stages=2),
-]
-WEIGHT_CONFIGS = [WEIGHT_TILE_CONFIG]
 
 
 def timed(function: Callable[[], object], runs: int = 10) -> tuple[float, float]:
@@ -112,7 +96,7 @@ def ends_only(grads: Tensor) -> Tensor:
 
 
 class Ours:
-    """Our kernels on a case; a ``config`` of None means the defaults."""
+    """Our kernels on a case."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -121,36 +105,17 @@ class Ours:
         self.addresses = AddressTable().device_addresses(list(case.weights))
         self.grad_addresses = AddressTable().device_addresses(list(self.grads))
 
-    def forward(self, config: GemmTileConfig = ROW_TILE_CONFIG) -> Tensor:
-        return row_product(
-            self.case.x,
-            self.addresses,
-            self.plan,
-            self.case.dy.shape[1],
-            is_transposed=True,
-            tile_config=config,
-        )
+    def forward(self) -> Tensor:
+        width = self.case.dy.shape[1]
+        return row_product(self.case.x, self.addresses, self.plan, width, is_transposed=True)
 
-    def dgrad(self, config: GemmTileConfig = ROW_TILE_CONFIG) -> Tensor:
-        return row_product(
-            self.case.dy,
-            self.addresses,
-            self.plan,
-            self.case.x.shape[1],
-            is_transposed=False,
-            tile_config=config,
-        )
+    def dgrad(self) -> Tensor:
+        width = self.case.x.shape[1]
+        return row_product(self.case.dy, self.addresses, self.plan, width, is_transposed=False)
 
-    def wgrad(self, config: GemmTileConfig = WEIGHT_TILE_CONFIG) -> Tensor:
-        weight_product(
-            self.case.dy,
-            self.case.x,
-            self.grad_addresses,
-            self.plan,
-            self.grads,
-            accumulate=True,
-            tile_config=config,
-        )
+    def wgrad(self) -> Tensor:
+        case = self.case
+        weight_product(case.dy, case.x, self.grad_addresses, self.plan, self.grads, accumulate=True)
         return self.grads
 
 
@@ -166,27 +131,15 @@ def line(
     return f"{times * case.flop / gpu / 1e9:5.0f} TF {gpu:6.3f} ms host {host:5.3f} err {wrong:.0e}"
 
 
-def sweep(
-    cases: list[Case],
-    configs: list[GemmTileConfig],
-    weight_configs: list[GemmTileConfig],
-    late: Callable[[], bool],
-) -> None:
+def our_ones(cases: list[Case]) -> None:
     ours = [Ours(case) for case in cases]
-    for config in configs:
-        if late():
-            return
-        for name, index in (("forward", 0), ("dgrad", 1)):
-            parts = [line(o.case, partial(getattr(o, name), config), o.case.exact[index]) for o in ours]
-            print(f"  {name:8s}{tuple(config)!s:47s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
-    for config in weight_configs:
-        if late():
-            return
+    for index, name in enumerate(("forward", "dgrad", "wgrad")):
+        pick = ends_only if name == "wgrad" else lambda t: t
         parts = []
         for o in ours:
             o.grads.zero_()
-            parts.append(line(o.case, partial(o.wgrad, config), o.case.exact[2], pick=ends_only))
-        print(f"  wgrad   {tuple(config)!s:47s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
+            parts.append(line(o.case, getattr(o, name), o.case.exact[index], pick=pick))
+        print(f"  ours, {name:49s} fc1 {parts[0]} | fc2 {parts[1]}", flush=True)
 
 
 def torch_ones(cases: list[Case]) -> None:
@@ -241,7 +194,6 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=80, help="start nothing new after this many seconds")
     parser.add_argument("--shapes", default="128x2048x768,16x2048x768,16x4096x1536")
-    parser.add_argument("--defaults", action="store_true", help="only the tile sizes that training uses")
     args = parser.parse_args()
     begin = time.monotonic()
 
@@ -266,11 +218,7 @@ def main() -> None:
             torch_ones(cases)
             transformer_engine_ones(cases)
 
-        sweep(
-            cases,
-            *(([ROW_TILE_CONFIG], [WEIGHT_TILE_CONFIG]) if args.defaults else (ROW_CONFIGS, WEIGHT_CONFIGS)),
-            late,
-        )
+        our_ones(cases)
         del cases
         torch.cuda.empty_cache()
 
