@@ -21,7 +21,6 @@ from tests.data.test_chat import released_tokenizer_folder
 from tests.data.test_thinking import (
     LARGE,
     LATER,
-    tokenizers_once,  # noqa: F401 (a fixture)
     write_thinking_folder,
 )
 from toolkit.cli import main

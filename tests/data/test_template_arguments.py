@@ -33,7 +33,6 @@ from tests.data.test_thinking import (
     TOOL,
     pieces,
     random_conversation,
-    tokenizers_once,  # noqa: F401 (a fixture)
     write_thinking_folder,
 )
 from tests.support.run_json import write_run_json

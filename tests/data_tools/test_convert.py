@@ -433,7 +433,7 @@ def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys):
     write(tmp_path / "m/a.png", encoded(30, 30))
     records = [TEXT, asks("<image>", image="a.png")]
     with monkeypatch.context() as patched:
-        patched.setattr("PIL.ImageOps.exif_transpose", lambda image: bytearray(1 << 60))
+        patched.setattr("PIL.ImageFile.ImageFile.load", lambda image: bytearray(1 << 60))
         assert run(tmp_path, records, "--workers", "2") == 1
     message = capsys.readouterr().err
     assert "in.json: record 2: MemoryError" in message and "lower --workers" in message
