@@ -41,6 +41,9 @@ class WorkerPool:
 
     def __exit__(self, error_type: object, error: BaseException | None, *_: object) -> None:
         if self.executor is not None:
+            if error is not None:  # a task may take minutes, and workers ignore Ctrl-C
+                for process in self.processes.values():
+                    process.terminate()
             self.executor.shutdown(wait=True, cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
             raise WorkerError(

@@ -188,6 +188,14 @@ IMPOSSIBLE = [
     (f"--seed {2**32}", 1, "seed 4294967296 must be between 0 and"),
     (f"--vision.patches_a_call {2**16 + 1}", 1, "vision.patches_a_call 65537 must be between 1 and"),
     ("--data.num_workers -1", 1, "data.num_workers -1 must be at least 0"),
+    ("--recompute.keep [attention]", 1, "recompute.keep is for layers under full recompute"),
+    ("--recompute.language full --recompute.keep [mlp]", 1, "valid: attention, experts"),
+    (
+        "--recompute.language full --recompute.keep [attention] --fp8.recipe tensorwise",
+        1,
+        "not supported with FP8",
+    ),
+    ("--recompute.language full --recompute.keep [experts] --parallel.etp 2", 2, "parallel.etp above 1"),
     ("--recompute.offload_inputs true", 1, "set recompute.language to full, or recompute.vision"),
     ("--data.seq_len 4096 --parallel.cp 3", 3, r"of 3 \(parallel.cp 3\); take 4095 or 4098"),
     (

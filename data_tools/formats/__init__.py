@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, Literal
 
-from megatron_vl.data.sample.boxes import MARKER
+from megatron_vl.data.sample.boxes import FRAMES, MARKER
 from megatron_vl.data.sample.conversation_checks import (
     ChatError,
     check_control_tokens,
@@ -173,6 +173,8 @@ def _without_unread_objects(
     has_objects = any(record.get(field) for field in OBJECT_FIELDS)
     if not has_objects or any(map(MARKER.search, iterate_texts(messages))):
         return record
+    if reader.media_references and record.get("boxes") in FRAMES:
+        return record  # boxes are written in the text, and image_id numbers them
     unread_fields = OBJECT_FIELDS[: 1 if reader.media_references else 2]
     reader.note_ignored_keys("records", {key: record.get(key) for key in unread_fields})
     return {key: value for key, value in record.items() if key not in unread_fields}

@@ -22,7 +22,7 @@ OBJECT_KEYS = {"ref-object": "ref", "bbox": "bbox", "point": "points"}
 BOX_LENGTHS = {"bbox_2d": (4,), "point_2d": (2,)}
 _SPACE = r"\s|\\{1,8}[nrt]"
 """White space, also as JSON within JSON has it."""
-_DIGIT_NEXT = rf"""(?=(?:[\[(]|{_SPACE})*[-.\d]|\\{{0,8}}["'](?:[\[(]|{_SPACE})*[-.\d]+\s*,)"""
+_DIGIT_NEXT = rf"""(?=(?:[\[(]|{_SPACE})*-?\.?\d|\\{{0,8}}["'](?:[\[(]|{_SPACE})*[-.\d]+\s*,)"""
 _PIECE = re.compile(
     rf"""(?P<key>["'](?P<name>bbox_2d|point_2d)\\{{0,8}}["']\s*:\s*){_DIGIT_NEXT}(?P<list>\[[^\[\]<]*\])?"""
     rf"""|<\|box_start\|>{_DIGIT_NEXT}(?P<pairs>[^<]*)<\|box_end\|>|<(?P<marker>ref-object|bbox|point)>"""
@@ -179,7 +179,8 @@ def check_boxes(
     for item in objects:
         needs_one_size = "box" in item and "medium" not in item
         has_several = item.get("frame") != "thousandths" and any(size != sizes[0] for size in sizes)
-        if needs_one_size and (has_several or any(each != limits[0] for each in limits)):
+        has_several |= item.get("frame") == "resized" and any(each != limits[0] for each in limits)
+        if needs_one_size and has_several:
             detail = "boxes on images of several sizes; number the image of each in objects.image_id"
             raise _bad(detail, "boxes")
         if item.get("frame") in ("pixels", "thousandths"):

@@ -193,6 +193,14 @@ def _check_model_parts(config: TrainConfig) -> None:
         recompute.keep and recompute.language != "full",
         "recompute.keep is for layers under full recompute; set recompute.language to full",
     )
+    _refuse_if(
+        recompute.keep and config.fp8.recipe != "none",
+        "recompute.keep is not supported with FP8; set recompute.keep to [] or fp8.recipe to none",
+    )
+    _refuse_if(
+        "experts" in recompute.keep and config.parallel.etp > 1,
+        "recompute.keep: experts is not supported with parallel.etp above 1; remove experts from it",
+    )
     tower_is_recomputed = recompute.vision == "full" and not model.freeze_vision
     _refuse_if(
         recompute.offload_inputs and recompute.language != "full" and not tower_is_recomputed,

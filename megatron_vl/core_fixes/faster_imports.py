@@ -4,8 +4,8 @@
   imports inductor: two of the six seconds of processor time that each rank needs to start. Here a function is
   compiled when it is first called, and on CPU, which gains nothing from it, never.
 * Core's timers import wandb and TensorBoard for functions that are not called here: 0.7 s.
-* transformers looks at every file of every installed package, to learn which package has which module: 0.9 s,
-  and far more on a network's disk. Here it learns this of the packages that it asks for.
+* transformers 5.17 looks at every file of every installed package, to learn which package has which module:
+  0.9 s, and far more on a network's disk. Here it learns this of the packages that it asks for.
 * If scikit-learn is installed, transformers imports it, with SciPy and pandas, for speculative decoding: two
   seconds of every process that reads a tokenizer. Nothing here decodes speculatively.
 """
@@ -95,8 +95,9 @@ class _PackagesByModule(dict[str, list[str]]):
     """What ``importlib.metadata.packages_distributions()`` returns, of the modules that are asked for."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return [importlib.metadata.metadata(name)["Name"]]  # most packages have their module's name
+        if name != "flash_attn":  # two packages have this module
+            with suppress(importlib.metadata.PackageNotFoundError):
+                return [importlib.metadata.metadata(name)["Name"]]  # most packages have their module's name
         if not self:
             self.update(importlib.metadata.packages_distributions())
         return super().get(name, default)

@@ -229,8 +229,16 @@ class _ModelBuilder:
         )
 
         language_model.rotary_pos_emb = MultimodalRope(language_spec)
-        if self.config.recompute.keep:
-            keep_layer_outputs(language_model.decoder.layers, self.config.recompute.keep)
+        if kinds := self.config.recompute.keep:
+            keep_layer_outputs(language_model.decoder.layers, kinds)
+            has_kernels = self.platform.name == "cuda" and self.dtype == torch.bfloat16
+            can_keep = {
+                "attention": self._language_backend == "flash_attn",
+                "experts": language_spec.moe is not None and has_kernels,
+            }
+            ignored = [kind for kind in kinds if not can_keep[kind]]
+            if ignored and not virtual_stage and dist.get_rank() == 0:
+                print(f"NOTE: this run cannot keep {' and '.join(ignored)} (recompute.keep)", flush=True)
         return language_model
 
     @functools.cached_property

@@ -150,11 +150,13 @@ def _join(
 
     while (num_joined := store.add(f"{key}/count", 0)) < count:
         if num_joined < 0:
+            if is_server and num_joined % _LEFT > 1:
+                time.sleep(2.0)  # the others ask once a second, and the store ends with this process
             stop_early(-(num_joined // _LEFT))
         if signal_name := requested_stop_signal():
             # Not if one more has come meanwhile. If it was the last one, all go on, and stop together later:
             # a rank that left alone would let others wait for it until the launcher kills them.
-            left_count = -_LEFT * signal.Signals[signal_name]
+            left_count = num_joined - _LEFT * signal.Signals[signal_name]
             store.compare_set(f"{key}/count", str(num_joined), str(left_count))
             continue
         join_wait.pause(describe_missing, is_first)

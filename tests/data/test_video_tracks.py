@@ -12,6 +12,7 @@ import av
 import numpy as np
 import pytest
 from av.stream import Disposition
+from PIL import Image
 
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.grids import VideoInfo, video_grid
@@ -260,6 +261,20 @@ def test_pauses_of_a_variable_rate_are_no_holes():
     for times in ([*range(20), *range(40, 60), *range(90, 99)], [0, 10, 20, 30, 90]):
         data = written("matroska", "libx264", "yuv420p", len(times), times=times)
         assert probe_video(data).frame_count == len(times)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_one_pause_in_a_whole_file_is_no_hole(container):
+    times = [*range(40), *range(60, 100)]
+    data = written(container, "libx264", "yuv420p", len(times), times=times)
+    assert probe_video(data).frame_count == len(times)
+
+
+def test_gif_may_show_a_frame_for_longer():
+    first, *others = (Image.new("L", (32, 32), 10 * number) for number in range(20))
+    durations = [1000, *[100] * 19]
+    first.save(gif := io.BytesIO(), "GIF", save_all=True, append_images=others, duration=durations)
+    assert probe_video(gif.getvalue()).frame_count == 20
 
 
 def test_assumed_frame_rate_is_counted():

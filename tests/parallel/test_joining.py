@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -104,6 +105,16 @@ def test_rank_that_comes_after_another_was_asked_to_stop_does_not_wait_for_it(
     first = start_rank(1, 60, store.port)
     assert note_of(first) and ends_at_sigterm(first)
     assert start_rank(0, 60, store.port).wait() == 128 + signal.SIGTERM
+
+
+def test_server_that_is_asked_to_stop_tells_those_that_wait() -> None:
+    port = free_port()
+    server = start_rank(0, 60, port, world_size=3)
+    assert note_of(server)
+    waiting = start_rank(1, 60, port, world_size=3)
+    time.sleep(2)
+    assert ends_at_sigterm(server)
+    assert waiting.wait() == 128 + signal.SIGTERM, waiting.stderr.read()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

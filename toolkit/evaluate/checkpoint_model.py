@@ -71,7 +71,7 @@ class CheckpointModel:
         return {"type": part["type"]}
 
     def _read_medium(self, file_bytes: bytes, part: PromptPart) -> MediaItem:
-        """An image, or the frames of a video that the checkpoint's own video processor takes."""
+        """An image, or the frames of a video under the settings of the checkpoint."""
         settings = self.answerer.encoder.pixel_settings
         if part["type"] == "image":
             grid = image_grid(*image_size(file_bytes), settings)

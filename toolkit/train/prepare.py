@@ -126,6 +126,8 @@ def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
     if not all(paths) or config.data.is_synthetic or "checkpoint.dir" in stated_fields(run_args):
         return run_args
     name = "+".join(Path(str(path)).resolve().name.split(".")[0] for path in paths)
+    if len(name) > 100:  # file systems allow 255 bytes
+        name = f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
 
 

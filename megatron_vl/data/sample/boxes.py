@@ -112,7 +112,7 @@ class SampleObjects:
     def _sizes_of(self, item: dict[str, Any]) -> FrameSizes:
         """Those of the image of a box. Raises UnusableError if it may be on images of several sizes."""
         if "medium" not in item and self.vision.box_frame != "thousandths":
-            if len({(medium["height"], medium["width"]) for medium in self.record["media"]}) > 1:
+            if any(sizes != self.sizes[0] for sizes in self.sizes):
                 detail = "boxes on images of several sizes; number the image of each in objects.image_id"
                 raise UnusableError("bad objects", detail)
         return self.sizes[item.get("medium", 0)]

@@ -82,7 +82,7 @@ def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Te
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     if (size := _plain_jpeg_size(image_bytes)) and size[0] * size[1] <= max_pixels:
-        with suppress(ValueError):  # below is said what is wrong with it
+        with suppress(ValueError):  # the code below says what is wrong
             return torch.from_numpy(simplejpeg.decode_jpeg(image_bytes, "RGB")).permute(2, 0, 1)
     with pixel_errors("image"), open_image(image_bytes, max_pixels) as opened_image:
         if opened_image.format in ("JPEG", "MPO"):
@@ -163,7 +163,8 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
     Raises:
         PixelError: the image cannot be read.
     """
-    if plain_size := _plain_jpeg_size(image_bytes):
+    plain_size = _plain_jpeg_size(image_bytes)
+    if plain_size and plain_size[0] * plain_size[1] <= DEFAULT_MAX_PIXELS:
         return plain_size
     with pixel_errors("image"), open_image(image_bytes) as opened_image:
         width, height = opened_image.size

@@ -35,6 +35,15 @@ SEEKABLE_CODECS = {"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg1video", "
 LONG_VIDEO_FRAMES = 18_000
 """Number of frames above which :func:`describe_video` decodes only key frames; ten minutes at 30 frames a
 second."""
+HOLE_FORMATS = ("matroska", "flv")
+"""Formats in which FFmpeg reads on after a hole. MP4 and GIF say how long each frame is shown."""
+MATROSKA_PARENTS = (0x18538067, 0x1F43B675)
+"""Ids of the segment and of its clusters, which hold the other elements."""
+MATROSKA_IDS = {
+    *b"\xe7\xa3\xa0\xa7\xab\xec\xbf\xaf",
+    *(0x1A45DFA3, 0x114D9B74, 0x1549A966, 0x1654AE6B, 0x1C53BB6B, 0x1941A469, 0x1043A770, 0x1254C367),
+}
+"""Ids of the elements in a file, a segment and a cluster."""
 RAW_FORMATS = ("h264", "hevc", "m4v", "mpegvideo")
 """Formats without times. Their rate is the codec's; if that has none, FFmpeg assumes 25 frames a second."""
 BROADCAST_FORMATS = ("mpegts", "mpeg")
@@ -138,7 +147,9 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
             first_time = float(min(known_times) * track.time_base)
             last_duration = float(frames.last_duration * track.time_base) or 1 / stated_rate
             seconds = float(max(known_times) * track.time_base) - first_time + last_duration
-            hole_count = _frames_in_hole(known_times, float(stated_rate * track.time_base))
+            is_whole = format_name == "matroska" and _is_whole_matroska(video_bytes)
+            if format_name in HOLE_FORMATS and not is_whole:
+                hole_count = _frames_in_hole(known_times, float(stated_rate * track.time_base))
         unseen_seconds = 0.0
         if format_name in HEADER_FORMATS:
             last_end = max(seconds, first_time + seconds)
@@ -229,6 +240,26 @@ def _frames_in_hole(frame_times: list[int], unit_rate: float) -> int:
     return round(intervals.max()) - 1 if has_hole else 0
 
 
+def _is_whole_matroska(video_bytes: bytes) -> bool:
+    """Whether the elements of a Matroska file follow each other up to its end."""
+    position = 0
+    while position < len(video_bytes):
+        id_bytes = 9 - video_bytes[position].bit_length()
+        element_id = int.from_bytes(video_bytes[position : position + id_bytes])
+        position += id_bytes
+        if position >= len(video_bytes):
+            return False
+        size_bytes = 9 - video_bytes[position].bit_length()
+        size = int.from_bytes(video_bytes[position : position + size_bytes]) - (1 << 7 * size_bytes)
+        position += size_bytes
+        if element_id in MATROSKA_PARENTS:
+            continue
+        if element_id not in MATROSKA_IDS:
+            return False
+        position += size
+    return position == len(video_bytes)
+
+
 def _check_file_end(video_bytes: bytes, format_name: str) -> None:
     """Raises PixelError if a file without a header of its length ends where none may end."""
     is_cut = format_name == "gif" and not _has_gif_end(video_bytes)
@@ -246,10 +277,13 @@ def _has_gif_end(gif_bytes: bytes) -> bool:
     def palette_bytes(flags: int) -> int:
         return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
-    position = 13 + palette_bytes(gif_bytes[10])
+    def byte_at(position: int) -> int:
+        return int.from_bytes(gif_bytes[position : position + 1])
+
+    position = 13 + palette_bytes(byte_at(10))
     while (block := gif_bytes[position : position + 1]) in (b"!", b","):
-        position += 2 if block == b"!" else 11 + palette_bytes(gif_bytes[position + 9])
-        while size := gif_bytes[position]:  # pieces of data
+        position += 2 if block == b"!" else 11 + palette_bytes(byte_at(position + 9))
+        while size := byte_at(position):  # pieces of data
             position += 1 + size
         position += 1
     return block == b";"

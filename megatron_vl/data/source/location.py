@@ -155,7 +155,7 @@ def check_data_path(data_path: DataPath) -> None:
         return
 
     dataset_dir = Path(data_path)
-    if data_path.startswith("["):  # a list of files
+    if data_path.startswith("[") and not dataset_dir.exists():  # a list of files
         raise RunConfigError(
             f"data.path {data_path} is not [{{path: FOLDER, weight: NUMBER}}]; {remedy_text}"
         )

@@ -7,11 +7,12 @@ import contextlib
 import torch
 from torch import Tensor
 
-from megatron_vl.system import progress
+from megatron_vl.system import host_memory, progress
 from megatron_vl.training.offload.pinned_memory import allocate_host_bytes
 
-_BLOCK_BYTES = 1 << 30
-"""Memory is allocated in blocks of this size, as torch rounds pinned memory up to powers of two."""
+_BLOCK_BYTES = 4 << 30
+"""Memory is allocated in blocks of this size, as torch rounds pinned memory up to powers of two. The end of a
+block into which the next tensor does not fit is lost: with tensors of 600 MiB a seventh."""
 _ALIGNMENT = 64
 _COPY_PRIORITY = -3
 """Priority of the stream of copies. With CUDA_DEVICE_MAX_CONNECTIONS=1, streams of one priority share a queue
@@ -55,7 +56,8 @@ def _allocate(num_bytes: int, is_pinned: bool) -> Tensor:
     if is_pinned:
         with contextlib.suppress(MemoryError):  # the limit on pinned memory may be lower
             return allocate_host_bytes(num_bytes, True, "")
-    return allocate_host_bytes(num_bytes, False, f"a checkpoint needs {num_bytes / 2**30:.1f} GiB")
+    refusal = f"the copy of a checkpoint needs {num_bytes / 2**30:.1f} GiB more"
+    return allocate_host_bytes(num_bytes, False, refusal)
 
 
 class HostCopies:
@@ -71,6 +73,14 @@ class HostCopies:
         self._stream = torch.cuda.Stream(priority=_COPY_PRIORITY)
         self._stream.wait_stream(torch.cuda.current_stream())
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the copies go to pinned memory: only if the host has twice as much left."""
+        tensors = [tensor for sources in self._sources.values() for tensor in sources]
+        needed_gib = sum(map(_num_bytes, tensors)) / host_memory.GIB
+        has_room = 2 * needed_gib < host_memory.available_gib_per_rank()
+        return has_room and any(tensor.is_cuda for tensor in tensors)
+
     def add(self, *sources: Tensor) -> None:
         """Adds a tensor, or several of one type whose copies lie one after another."""
         self._sources[tuple(map(id, sources))] = sources
@@ -82,8 +92,8 @@ class HostCopies:
     def reserve(self, memory: HostBlocks) -> list[Tensor]:
         """Allocates the memory of the copies."""
         torch.cuda.set_device(self._device)  # a thread begins on the first GPU
-        is_pinned = any(sources[0].is_cuda for sources in self._sources.values())
-        return memory.regions([sum(map(_num_bytes, each)) for each in self._sources.values()], is_pinned)
+        sizes = [sum(map(_num_bytes, each)) for each in self._sources.values()]
+        return memory.regions(sizes, self.is_pinned)
 
     @torch.no_grad()
     def copy(self, memory: HostBlocks) -> None:

@@ -262,13 +262,18 @@ class CheckpointSaver:
             raise
 
     def reserve_memory(self, snapshot: CheckpointSnapshot) -> None:
-        """Pins the memory that the copies of a save will take, in the background. Later saves keep it."""
+        """Pins the memory that the copies of a save will take, in the background. Later saves keep it.
+
+        Memory that is not pinned is taken for each save instead.
+        """
+        if not snapshot.copies.is_pinned:
+            return
         earlier_thread = self._writer_thread
 
         def reserve() -> None:
             if earlier_thread is not None:
                 earlier_thread.join()
-            with contextlib.suppress(MemoryError):  # of which the save tells
+            with contextlib.suppress(MemoryError):  # the save reports it
                 snapshot.copies.reserve(self._host_blocks)
 
         self._writer_thread = threading.Thread(target=reserve, name="checkpoint-memory")
