@@ -50,6 +50,11 @@ class Gpu:
     is_measured: bool = True
 
     @property
+    def has_flash_attention(self) -> bool:
+        """Whether FlashAttention-4 supports it: from Hopper on."""
+        return self.name.startswith(("H", "B"))
+
+    @property
     def label(self) -> str:
         """Its name and memory: ``H200 (141 GB)``."""
         return f"{self.name} ({self.marketed_gb} GB)"

@@ -125,8 +125,9 @@ def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConf
     for recompute_fields in RECOMPUTE_LADDER:
         fields: dict[str, Any] = {"offload_inputs": False, "keep": []} | recompute_fields
         has_no_experts = request.spec.language.moe is None or config.parallel.etp > 1
-        if fields["keep"] and config.fp8.recipe != "none" or "experts" in fields["keep"] and has_no_experts:
-            continue  # it would keep nothing
+        can_keep = config.fp8.recipe == "none" and request.gpu.has_flash_attention
+        if fields["keep"] and (not can_keep or "experts" in fields["keep"] and has_no_experts):
+            continue  # it would keep less than this
         recompute = dataclasses.replace(config.recompute, **fields)
         for share in shares:
             optimizer = dataclasses.replace(config.optimizer, offload_fraction=share)

@@ -12,7 +12,7 @@ import pytest
 from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory_check import check_host_memory
-from megatron_vl.estimate.search import SearchRequest, search_layouts, smallest_layout
+from megatron_vl.estimate.search import SearchRequest, _variants, search_layouts, smallest_layout
 from megatron_vl.estimate.split import with_split
 from megatron_vl.estimate.step import RunPrediction
 from megatron_vl.spec.families import read_spec
@@ -110,6 +110,23 @@ def test_offload_is_found_where_the_host_has_the_memory() -> None:
             check_host_memory(config, spec, prediction.layout, prediction.data_parallel_size, 139.8, host_gib)
         shares.append([prediction.config.optimizer.offload_fraction for prediction in found])
     assert shares == [[0.5], [0.5], []]
+
+
+@pytest.mark.parametrize(
+    ("size", "gpu", "options", "kept"),
+    [
+        ("Qwen3-VL-30B-A3B", "H200", (), {"attention", "experts"}),
+        ("Qwen3-VL-30B-A3B", "H200", ("--fp8.recipe", "blockwise"), set()),
+        ("Qwen3-VL-30B-A3B", "A100", (), set()),
+        ("Qwen2.5-VL-7B", "H200", (), {"attention"}),
+    ],
+)
+def test_search_keeps_only_outputs_that_a_run_can_keep(
+    size: str, gpu: str, options: tuple[str, ...], kept: set[str]
+) -> None:
+    request = request_of(size, 8, 32, *options, gpu=gpu)
+    variants = _variants(request, request.config)
+    assert {kind for variant in variants for kind in variant.recompute.keep} == kept
 
 
 def test_the_smallest_layout_does_not_fit_where_none_does() -> None:
