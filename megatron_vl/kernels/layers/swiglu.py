@@ -14,24 +14,36 @@ from torch import Tensor
 
 
 @triton.jit
+def _load_block(row_pointer, column_index, column_mask):
+    return tl.load(row_pointer + column_index, mask=column_mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_block(row_pointer, column_index, column_mask, values):
+    tl.store(row_pointer + column_index, values.to(row_pointer.dtype.element_ty), mask=column_mask)
+
+
+@triton.jit
+def _activate(silu, up_values, row_weights, row, WEIGHTED: tl.constexpr):
+    """One block of a row's result. Both kernels compute it here, so that it is equal to the bit."""
+    y = silu * up_values
+    if WEIGHTED:
+        y *= tl.load(row_weights + row).to(tl.float32)
+    return y
+
+
+@triton.jit
 def _forward_kernel(
     x, row_weights, output_pointer, output_width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column_mask = column_index < output_width
-    gate_values = tl.load(x + row * 2 * output_width + column_index, mask=column_mask).to(tl.float32)
-    up_values = tl.load(x + row * 2 * output_width + output_width + column_index, mask=column_mask).to(
-        tl.float32
-    )
-    y = gate_values * tl.sigmoid(gate_values) * up_values
-    if WEIGHTED:
-        y *= tl.load(row_weights + row).to(tl.float32)
-    tl.store(
-        output_pointer + row * output_width + column_index,
-        y.to(output_pointer.dtype.element_ty),
-        mask=column_mask,
-    )
+    gate_pointer = x + row * 2 * output_width
+    gate_values = _load_block(gate_pointer, column_index, column_mask)
+    up_values = _load_block(gate_pointer + output_width, column_index, column_mask)
+    y = _activate(gate_values * tl.sigmoid(gate_values), up_values, row_weights, row, WEIGHTED)
+    _store_block(output_pointer + row * output_width, column_index, column_mask, y)
 
 
 @triton.jit
@@ -51,46 +63,27 @@ def _backward_kernel(
 
     A weighted row is one block, so that the gradient of its weight is one sum.
     """
-    row_index = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     column_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column_mask = column_index < output_width
-    gate_values = tl.load(x + row_index * 2 * output_width + column_index, mask=column_mask, other=0.0).to(
-        tl.float32
-    )
-    up_values = tl.load(
-        x + row_index * 2 * output_width + output_width + column_index, mask=column_mask, other=0.0
-    ).to(tl.float32)
-    output_grad = tl.load(
-        output_grad_pointer + row_index * output_width + column_index, mask=column_mask, other=0.0
-    ).to(tl.float32)
+    gate_pointer = x + row * 2 * output_width
+    gate_values = _load_block(gate_pointer, column_index, column_mask)
+    up_values = _load_block(gate_pointer + output_width, column_index, column_mask)
+    output_grad = _load_block(output_grad_pointer + row * output_width, column_index, column_mask)
     sigmoid = tl.sigmoid(gate_values)
     silu = gate_values * sigmoid
     if OUTPUT:
-        y = silu * up_values
-        if WEIGHTED:
-            y *= tl.load(row_weights + row_index).to(tl.float32)
-        tl.store(
-            output_pointer + row_index * output_width + column_index,
-            y.to(output_pointer.dtype.element_ty),
-            mask=column_mask,
-        )
+        y = _activate(silu, up_values, row_weights, row, WEIGHTED)
+        _store_block(output_pointer + row * output_width, column_index, column_mask, y)
     if WEIGHTED:
-        tl.store(
-            row_weight_grads + row_index,
-            tl.sum(output_grad * silu * up_values, 0).to(row_weight_grads.dtype.element_ty),
-        )
-        output_grad *= tl.load(row_weights + row_index).to(tl.float32)
+        weight_grad = tl.sum(output_grad * silu * up_values, 0)
+        tl.store(row_weight_grads + row, weight_grad.to(row_weight_grads.dtype.element_ty))
+        output_grad *= tl.load(row_weights + row).to(tl.float32)
 
-    tl.store(
-        x_grad_pointer + row_index * 2 * output_width + column_index,
-        (output_grad * up_values * (sigmoid + silu * (1 - sigmoid))).to(x_grad_pointer.dtype.element_ty),
-        mask=column_mask,
-    )
-    tl.store(
-        x_grad_pointer + row_index * 2 * output_width + output_width + column_index,
-        (output_grad * silu).to(x_grad_pointer.dtype.element_ty),
-        mask=column_mask,
-    )
+    gate_grad = output_grad * up_values * (sigmoid + silu * (1 - sigmoid))
+    gate_grad_pointer = x_grad_pointer + row * 2 * output_width
+    _store_block(gate_grad_pointer, column_index, column_mask, gate_grad)
+    _store_block(gate_grad_pointer + output_width, column_index, column_mask, output_grad * silu)
 
 
 class _SwiGLU(torch.autograd.Function):
