@@ -147,9 +147,10 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
             first_time = float(min(known_times) * track.time_base)
             last_duration = float(frames.last_duration * track.time_base) or 1 / stated_rate
             seconds = float(max(known_times) * track.time_base) - first_time + last_duration
-            is_whole = format_name == "matroska" and _is_whole_matroska(video_bytes)
-            if format_name in HOLE_FORMATS and not is_whole:
+            if format_name in HOLE_FORMATS:
                 hole_count = _frames_in_hole(known_times, float(stated_rate * track.time_base))
+            if hole_count and format_name == "matroska" and _is_whole_matroska(video_bytes):
+                hole_count = 0
         unseen_seconds = 0.0
         if format_name in HEADER_FORMATS:
             last_end = max(seconds, first_time + seconds)
