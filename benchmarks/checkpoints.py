@@ -36,7 +36,7 @@ from toolkit.common.launch import GPU_ENVIRONMENT
 SAVES, LAST_STEP = (4, 8), 11
 
 
-def say(what: str, begin: float, folder: Path | None = None) -> None:
+def print_seconds(what: str, begin: float, folder: Path | None = None) -> None:
     """Prints the seconds since ``begin``, and the rate of a folder, whose files leave the page cache."""
     seconds, rate = time.time() - begin, ""
     if folder is not None:
@@ -65,15 +65,15 @@ class Measure(Hook):
             median = statistics.median(seconds[:2] + seconds[-2:])
             for step, begin in zip(SAVES, self.save_starts, strict=True):
                 path = step_dir_path(FOLDER / "run", step)
-                say(f"save of step {step}", begin + time.time() - path.stat().st_ctime, path)
+                print_seconds(f"save of step {step}", begin + time.time() - path.stat().st_ctime, path)
                 begin = time.time() - sum(seconds[step - 2 : step]) + 2 * median
-                say(f"  its stall, at a step of {median:.2f} s", begin)
+                print_seconds(f"  its stall, at a step of {median:.2f} s", begin)
             self.measure_torch(trainer)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def after_step(self, trainer: Any, *_: Any) -> None:
         if self.is_resumed:
-            say("first step after a kill, since the command", float(os.environ["BEGIN"]))
+            print_seconds("first step after a kill, since the command", float(os.environ["BEGIN"]))
             trainer.stop_requested = True
         elif trainer.step == SAVES[1] - 1:  # so that the second save does not wait for the first
             trainer.checkpoint_saver.wait_until_saved()
@@ -91,16 +91,16 @@ class Measure(Hook):
         trainer.checkpoint_saver._host_blocks = None  # leaves its memory to torch
         begin = time.time()
         future = dcp.async_save(state, checkpoint_id=FOLDER / "async")
-        say("torch's async_save: its stall without a step", begin)
+        print_seconds("torch's async_save: its stall without a step", begin)
         future.result()
         dist.barrier()
-        say("torch's async_save", begin, FOLDER / "async")
+        print_seconds("torch's async_save", begin, FOLDER / "async")
         shutil.rmtree(FOLDER / "async", ignore_errors=True)
         for name, function in (("save", dcp.save), ("load", dcp.load)):
             begin = time.time()
             function(state, checkpoint_id=FOLDER / "torch")
             dist.barrier()
-            say(f"torch's {name}", begin, FOLDER / "torch")
+            print_seconds(f"torch's {name}", begin, FOLDER / "torch")
 
 
 def run() -> None:
@@ -126,7 +126,7 @@ def main() -> None:
     ):
         begin = time.time()
         subprocess.run(f"dd bs=16M count={count} status=none {files}".split(), check=True)
-        say(f"dd, {what}", begin, FOLDER)
+        print_seconds(f"dd, {what}", begin, FOLDER)
 
 
 if __name__ == "__main__":

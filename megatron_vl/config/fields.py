@@ -203,8 +203,8 @@ class RecomputeConfig:
     """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
     keep: list[str] = option([])
     """What decoder layers under full recompute keep beside their inputs: attention (its output, 2 x tokens x
-    query heads x head dim bytes; FlashAttention-4's alone) and experts (their first product, 4 x tokens x
-    experts of a token x FFN size). Numbers stay the same."""
+    query heads x head dim bytes; only with FlashAttention-4) and experts (their first product, 4 x tokens x
+    experts of a token x FFN size bytes). Numbers stay the same."""
     offload_inputs: bool = False
     """Keep the inputs of layers under full recompute in pinned host memory, from where they return one layer
     ahead of the backward pass. For each layer and each row in flight, 2 x tokens x hidden size bytes move

@@ -253,7 +253,7 @@ def test_boxes_of_documents_become_objects() -> None:
 
 
 def test_written_boxes_on_several_images_have_one_size_or_a_number(tmp_path: Path) -> None:
-    """Thousandths need neither, but for a family that counts pixels."""
+    """Thousandths need neither, except in a family that counts pixels."""
     (tmp_path / "media").mkdir()
     for kind in ("upright", "transparent", "wide"):
         name, content = image_file(kind)
