@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,16 +58,16 @@ def join_fake_group(ranks: int) -> None:
 
 def join_documents() -> None:
     """Makes the samples of each drawn row one sample."""
-    draw_rows = synthetic.draw_rows
+    draw_row = synthetic.draw_row
 
-    def draw_joined_rows(*arguments: Any) -> Iterator[list[TokenizedSample]]:
-        for samples in draw_rows(*arguments):
-            token_ids = torch.cat([sample.token_ids for sample in samples])
-            loss_mask = torch.cat([sample.loss_mask for sample in samples])
-            media_items = [item for sample in samples for item in sample.media_items]
-            yield [TokenizedSample(token_ids, loss_mask, media_items)]
+    def draw_joined_row(*arguments: Any) -> list[TokenizedSample]:
+        samples = draw_row(*arguments)
+        token_ids = torch.cat([sample.token_ids for sample in samples])
+        loss_mask = torch.cat([sample.loss_mask for sample in samples])
+        media_items = [item for sample in samples for item in sample.media_items]
+        return [TokenizedSample(token_ids, loss_mask, media_items)]
 
-    synthetic.draw_rows = draw_joined_rows
+    synthetic.draw_row = draw_joined_row
 
 
 def drawn_sizes(config: Any, spec: Any, assumed: RowSizes) -> RowSizes:

@@ -8,6 +8,8 @@
   0.9 s, and far more on a network's disk. Here it learns this of the packages that it asks for.
 * If scikit-learn is installed, transformers imports it, with SciPy and pandas, for speculative decoding: two
   seconds of every process that reads a tokenizer. Nothing here decodes speculatively.
+* FlashAttention-4 compiles its kernels in each process, unless it is told to keep them: here it keeps them in a
+  folder of this user and machine, whose files no one else can write.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import os
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -125,7 +131,21 @@ def _without_sklearn() -> Iterator[None]:
         utils.is_sklearn_available = is_available
 
 
+@contextmanager
+def _keeping_kernels() -> Iterator[None]:
+    """Kernels are kept on a local disk, because locks in home folders on a network's disk may fail."""
+    folder = Path(tempfile.gettempdir()) / f"megatron-vl-kernels-{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        facts = folder.lstat()
+        if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    yield
+
+
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "flash_attn.cute.cache_utils": _keeping_kernels,
     "megatron.core": _compiling_later,
     "megatron.core.timers": functools.partial(_without_packages, "wandb", "torch.utils.tensorboard"),
     "transformers.utils.import_utils": _asking_for_packages_later,

@@ -11,8 +11,6 @@ STATE_CHUNK_BYTES = 256 << 20
 """Largest piece of offloaded optimizer state that is copied at once."""
 STATE_CHUNKS_ON_GPU = 4
 """Number of such pieces that are on the GPU at once while weights are updated, whatever memory is free."""
-MAX_STATE_CHUNKS_ON_GPU = 32
-"""Largest number of such pieces on the GPU at once, in memory that activations do not need at that moment."""
 MAX_STATE_RANKS = 16
 """Largest number of context-parallel ranks with linear attention. Each receives the states of all."""
 LOSS_CHUNK_TOKENS = 8192

@@ -12,7 +12,7 @@ about equally many patches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -131,6 +131,8 @@ class DecoupledTower:
         self.on_first_stage = mpu.get_pipeline_model_parallel_rank() == 0
         self.ddp: ReplicaDDP | None = None
         """Reduces the gradients over all ranks of the run; None if no weight of the tower is trained."""
+        self.on_backward_call: Callable[[], None] = lambda: None
+        """Called before each call of the backward pass, when the pipeline has freed its memory."""
         self._step_vision: StepVision | None = None
         self._kept_features: list[tuple[list[Tensor], slice]] = []
         """Features whose autograd graph was kept, so that their patches do not run forward twice. Each entry
@@ -257,6 +259,7 @@ class DecoupledTower:
             patch_slice: the input's slice of the share's patches.
             local_gradient: the gradient of all features of this rank, [n, 1 + levels, H].
         """
+        self.on_backward_call()
         merge_unit = self.vision.merge_unit
         input_gradient = local_gradient[patch_slice.start // merge_unit : patch_slice.stop // merge_unit]
         torch.autograd.backward(input_features, list(input_gradient.unbind(1)))

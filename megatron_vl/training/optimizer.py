@@ -88,8 +88,7 @@ def build_optimizer(
     renumber_mixed_groups(optimizer)
     copy_weights_together(optimizer)
     state_chunks = move_state_to_chunks(optimizer, optimizer_config.offload_fraction, moments_dtype, platform)
-    if state_chunks is not None and state_chunks.host_bytes and model_chunks[0].module.decoupled is None:
-        # A tower that every rank holds runs around the pipeline, in the memory that copies would take.
+    if state_chunks is not None and state_chunks.host_bytes:
         state_chunks.overlap_with_passes(model_chunks)
 
     model = config.model

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vl.kernels.sizes import MAX_STATE_CHUNKS_ON_GPU, STATE_CHUNKS_ON_GPU
+from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.offload import build
@@ -355,7 +355,7 @@ def test_what_is_streamed_is_what_is_used(hf) -> None:
         assert (steps_of(trainer, rows, range(3), bad=1)[-1] == plain) == (what != "host")
         trainer.train_step(StepBatch(rows))
         on_device = [max(ahead), streamer.num_chunks_on_device]
-        expected = [0, STATE_CHUNKS_ON_GPU] if what == "no room" else [MAX_STATE_CHUNKS_ON_GPU] * 2
+        expected = [0, STATE_CHUNKS_ON_GPU] if what == "no room" else [len(streamer.state_chunks)] * 2
         assert on_device == expected, what
         streamer.wait_for_host_state()
         assert not streamer.num_chunks_on_device

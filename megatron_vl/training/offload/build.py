@@ -11,7 +11,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES
@@ -40,15 +40,20 @@ class ChunkedOptimizerState:
     def overlap_with_passes(self, model_chunks: list[ReplicaDDP]) -> None:
         """Lets copies run during the passes of the model.
 
-        State is fetched while the last backward pass of a step frees memory. The next forward pass takes the
-        memory of chunks that are being copied back.
+        State is fetched while the last backward pass of a step frees memory, and while a tower that every
+        rank holds runs backward after the pipeline. The next forward pass takes the memory of chunks that are
+        being copied back.
         """
         self.chunk_streamer.overlaps_passes = True
+        modules: list[nn.Module] = [chunk.module for chunk in model_chunks]
         for chunk in model_chunks:
             chunk.on_bucket_ready = lambda: self.chunk_streamer.fetch_chunks()
-            for module in chunk.module.modules():
-                if isinstance(module, TransformerLayer):
-                    module.register_forward_pre_hook(lambda *_: self.chunk_streamer.release_slots())
+        if (decoupled := model_chunks[0].module.decoupled) is not None:
+            decoupled.on_backward_call = lambda: self.chunk_streamer.fetch_chunks()
+            modules.append(decoupled.module)
+        for module in itertools.chain.from_iterable(each.modules() for each in modules):
+            if isinstance(module, TransformerLayer):
+                module.register_forward_pre_hook(lambda *_: self.chunk_streamer.release_slots())
 
 
 def chunked_state(optimizer: ChainedOptimizer) -> ChunkedOptimizerState | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.sizes import MAX_STATE_CHUNKS_ON_GPU, STATE_CHUNKS_ON_GPU
+from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.training.offload.state_chunks import AdamStateViews, StateChunk
 
 FREE_MEMORY_SHARE = 0.125
@@ -96,14 +96,12 @@ class ChunkStreamer:
         """Begins to copy the next chunks, as far as there is memory.
 
         Args:
-            min_slots: number of slots that may be used even if there is no free memory.
+            min_slots: number of slots that the update may use even if there is no free memory; 0 in passes,
+                which may need more memory until the next check.
         """
+        reserved_share = 0.0 if min_slots else FREE_MEMORY_SHARE
         while self._next_chunk < len(self.state_chunks):
-            if (
-                self.num_chunks_on_device < min_slots
-                or self.num_chunks_on_device < MAX_STATE_CHUNKS_ON_GPU
-                and self._has_room()
-            ):
+            if self.num_chunks_on_device < min_slots or self._has_room(reserved_share):
                 device_slot = self._new_slot()
             elif self._leaving_slots:
                 device_slot = self._leaving_slots.popleft()
@@ -126,9 +124,9 @@ class ChunkStreamer:
             self._slots_by_chunk[self._next_chunk] = device_slot
             self._next_chunk += 1
 
-    def _has_room(self) -> bool:
+    def _has_room(self, reserved_share: float) -> bool:
         used_bytes, peak_bytes = self.memory_usage()
-        return used_bytes + self.slot_bytes + FREE_MEMORY_SHARE * peak_bytes <= peak_bytes
+        return used_bytes + self.slot_bytes + reserved_share * peak_bytes <= peak_bytes
 
     def _new_slot(self) -> DeviceSlot:
         device_buffer = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
