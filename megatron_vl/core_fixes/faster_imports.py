@@ -8,8 +8,8 @@
   0.9 s, and far more on a network's disk. Here it learns this of the packages that it asks for.
 * If scikit-learn is installed, transformers imports it, with SciPy and pandas, for speculative decoding: two
   seconds of every process that reads a tokenizer. Nothing here decodes speculatively.
-* FlashAttention-4 compiles its kernels in each process, unless it is told to keep them: here it keeps them in a
-  folder of this user and machine, whose files no one else can write.
+* FlashAttention-4 compiles its kernels in each process, unless it is told to keep them. Here it keeps them in
+  a folder of this user on this machine, where no one else can write.
 """
 
 from __future__ import annotations

@@ -97,9 +97,7 @@ class SyntheticRows:
         # Steps are repeated too. If they are large, a rank has the same few rows in all of them.
         distinct_steps = range(self._row_count // math.gcd(self._row_count, self._rows_per_step))
         steps_and_rows = itertools.product(distinct_steps, range(self._rows_per_rank))
-        own_numbers = dict.fromkeys(
-            self._row_number(step, i) % self._row_count for step, i in steps_and_rows
-        )
+        own_numbers = dict.fromkeys(self._row_number(step, i) % self._row_count for step, i in steps_and_rows)
         drawn_rows = list(choose_rows(self._data_config, self._spec))
         threads = ThreadPoolExecutor(DRAWING_THREADS)
         rows = {number: threads.submit(self._pack_row, drawn_rows[number]) for number in own_numbers}
