@@ -9,13 +9,14 @@ import re
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_vl.config import VisionConfig
 from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
@@ -330,14 +331,15 @@ def watch(moved: ChunkedOptimizerState) -> list[int]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("placement", ["first_stage", "decoupled"])
 @in_ranks()
-def test_what_is_streamed_is_what_is_used(hf) -> None:
+def test_what_is_streamed_is_what_is_used(hf, placement: Literal["first_stage", "decoupled"]) -> None:
     """Everything on the device that is not to be used is NaN.
 
     Also what is fetched during the backward pass, and dropped when its step is skipped. Without room, only
     the update takes memory. A number that has changed in host memory is noticed.
     """
-    first = tiny_trainer(hf)
+    first = tiny_trainer(hf).again(vision=VisionConfig(placement=placement))
     build.move_state_to_chunks.__defaults__ = (10 * 64 * 200,)
     rows = some_rows(first)
     plain = steps_of(again(first), rows, range(3), bad=1)[-1]
