@@ -10,18 +10,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
-from megatron_vl.data.sample.grids import image_grid
-from megatron_vl.data.sample.images import image_planes
-from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
-from tests.data.media import encoded
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
-from toolkit.data.sample_view import planes_to_pixels
 from toolkit.data.statistics import read_quarantine
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
@@ -155,23 +149,6 @@ def test_show_explains_a_sample_that_is_left_out(out, capsys):
         assert f"has no single sample {wrong}, but none" in capsys.readouterr().err
     assert main(["data", "show", "--data", str(out)]) == 2
     assert "give --processor (or model.hf of a run)" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_images_on_the_page_are_the_pixels_of_the_row(family):
-    """Planes are put together again; an own resize with Pillow differs by rounding only."""
-    settings = read_pixel_settings(tiny_checkpoint(family))
-    data = encoded(75, 130, "png", seed=1)
-    grid = image_grid(75, 130, settings)
-    seen = planes_to_pixels(image_planes(data, grid, settings), grid, settings)
-    side = settings.patch_size
-    assert seen.shape == (1, 3, grid.h * side, grid.w * side)
-    with Image.open(io.BytesIO(data)) as image:
-        own = image.convert("RGB").resize((grid.w * side, grid.h * side), Image.Resampling.BICUBIC)
-    apart = (
-        seen[0].permute(1, 2, 0).int() - torch.tensor(list(own.getdata())).view(grid.h * side, -1, 3)
-    ).abs()
-    assert apart.max() <= 4 and apart.float().mean() < 0.6
 
 
 def test_damaged_quarantine_is_read_as_far_as_it_goes(out, tmp_path):
