@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -62,19 +64,31 @@ def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
 
 def video(frames: int, height: int = 64, width: int = 96, fps: int = 10) -> bytes:
     """An MPEG-4 file whose frames all differ."""
+    return video_of(image(height, width, seed=i) for i in range(frames))
+
+
+def video_of(
+    images: Iterable[np.ndarray],
+    form: str = "mp4",
+    codec: str = "mpeg4",
+    *,
+    rate: int = 10,
+    pixels: str = "yuv420p",
+    stream_options: dict[str, str] | None = None,
+    **options: str,
+) -> bytes:
+    """A video file of images, uint8 [height, width, 3]; ``options`` are those of the container."""
     import av
 
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=fps)
-        stream.width = width
-        stream.height = height
-        stream.pix_fmt = "yuv420p"
-        for i in range(frames):
-            frame = av.VideoFrame.from_ndarray(image(height, width, seed=i), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return out.getvalue()
+    with tempfile.NamedTemporaryFile() as file:  # to put a table first, FFmpeg reads the file again
+        with av.open(file.name, "w", format=form, options=options) as container:
+            stream = container.add_stream(codec, rate=rate, options=stream_options or {})
+            for number, frame in enumerate(images):
+                if number == 0:
+                    stream.height, stream.width, stream.pix_fmt = *frame.shape[:2], pixels
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode())
+        return file.read()
 
 
 def write(path: Path, data: bytes) -> Path:

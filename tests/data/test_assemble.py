@@ -96,12 +96,6 @@ def test_vision_order_equals_hf():
     assert torch.equal(torch.cat([patch_positions(g, 2) for g in GRIDS]), get_vision_position_ids(thw, 2))
 
 
-def test_vision_order_without_windows_is_kept():
-    order = window_order(GRIDS, spec_of("qwen2_vl").vision)
-    assert torch.equal(order.unit_order, torch.arange(sum(g.num_tokens(2) for g in GRIDS)))
-    assert torch.equal(order.cu_window_seqlens, order.cu_seqlens)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_row_holds_each_sample_as_it_would_be_alone(family):
     spec = spec_of(family)

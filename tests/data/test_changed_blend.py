@@ -134,21 +134,6 @@ def test_changed_blend_repeats_and_skips_no_sample(folder):
     assert run.of("birds").total() > birds.total()
 
 
-def test_source_of_weight_0_keeps_its_position(folder):
-    run = Reading(folder).start(blend(BIRDS, SHIPS)).take(10)
-    birds = run.of("birds")
-    run.start(blend(BIRDS | {"weight": 0}, SHIPS))
-    assert "birds continues: weight 1 (50.0%) becomes weight 0 (0.0%)" in told(run)
-    run.take(10)
-    assert run.of("birds") == birds
-
-    run.start(blend(BIRDS | {"weight": 2}, SHIPS))
-    assert "birds continues: weight 0 (0.0%) becomes weight 2 (66.7%)" in told(run)
-    run.take(20)
-    run.exact("birds")
-    run.exact("ships")
-
-
 @pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"pack": False}], ids=str)
 def test_data_set_becomes_a_blend_and_one_again(folder, settings):
     run = Reading(folder, **settings).start("birds").take(10)
@@ -215,14 +200,6 @@ def test_changed_blend_without_an_earlier_source_is_refused(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
     with pytest.raises(LoaderStateError, match="give the data set that the run began with"):
         run.start("other")
-
-
-def test_scaled_weights_change_no_row(folder):
-    run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(6)
-    wanted = [row.tokens.tolist() for row in islice(run.rows, 12)]
-    run.start(blend(BIRDS | {"weight": 6}, SHIPS | {"weight": 2}))
-    assert [row.tokens.tolist() for row in islice(run.rows, 12)] == wanted
-    assert "has changed" not in told(run)
 
 
 def test_renamed_and_moved_data_set_is_the_same_source(folder):

@@ -18,7 +18,6 @@ from transformers import AutoTokenizer
 from data_tools.formats import read_conversation
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
-from megatron_vl.data.sample.conversation_checks import order_results
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.step import token_loss
 from tests.data.helpers import spec_of
@@ -84,15 +83,6 @@ def test_tool_calls_of_all_formats_equal_the_released_template(folder):
         )
 
 
-def test_tool_call_is_trained_on_and_its_result_is_not(folder):
-    encoder = ChatEncoder(folder, read_spec(folder))
-    conversation = read_conversation(WITH_TOOLS["openai"])
-    ids, trained = encoder.encode(conversation.messages, [], conversation.tool_definitions)
-    said = encoder.tokenizer.decode(ids[trained.bool()])
-    assert "<function=weather>" in said and "Oslo" in said and "Yes.<|im_end|>" in said
-    assert "rain" not in said and "Rain" not in said and "# Tools" not in said
-
-
 @pytest.mark.parametrize("part", ["tools", "tool calls", "reasoning_content"])
 def test_encoder_rejects_template_that_leaves_something_out(part):
     """Qwen2-VL's and Qwen2.5-VL's released template ignores all of them without a word."""
@@ -113,27 +103,6 @@ def test_encoder_rejects_template_that_leaves_something_out(part):
 
 # --- Weights ------------------------------------------------------------------------------------------------
 
-TURNS = [
-    {"role": "user", "content": "One?"},
-    {"role": "assistant", "content": "First."},
-    {"role": "user", "content": "Two?"},
-    {"role": "assistant", "content": "Second."},
-]
-
-
-def test_loss_weights_change_the_mask_alone():
-    encoder = ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
-    ids, plain = encoder.encode(TURNS, [])
-    assert plain.dtype == torch.bool
-    weighted = [{**turn, "loss_weight": w} for turn, w in zip(TURNS, (1.0, 0.0, 1.0, 0.25), strict=True)]
-    found, mask = encoder.encode(weighted, [])
-    assert torch.equal(found, ids) and mask.dtype == torch.float32
-    second = plain.clone()
-    second[: int((~plain & torch.cat([torch.tensor([False]), plain[:-1]])).nonzero()[0])] = False
-    assert torch.equal(mask, second * 0.25) and mask.sum() > 0
-    same = [{**turn, "loss_weight": 1.0} for turn in TURNS]
-    assert encoder.encode(same, [])[1].dtype == torch.bool
-
 
 def test_loss_is_divided_by_the_number_of_loss_tokens():
     """Worked out by hand: 0.5 x 2 + 2 x 3 + 1 x 4 = 11, of three tokens with another weight than 0."""
@@ -146,15 +115,3 @@ def test_loss_is_divided_by_the_number_of_loss_tokens():
     total, tokens, report = token_loss(SimpleNamespace(loss_mask=row.loss_mask, segment_sources=None), losses)
     assert (total.item(), tokens.item()) == (11.0, 3) and tokens.dtype == torch.int
     assert report["loss"].tolist() == [11.0, 3.0]
-
-
-def test_tool_results_are_ordered_by_ids_that_must_be_complete() -> None:
-    calls = [{"type": "function", "id": i, "function": {"name": "f", "arguments": {}}} for i in (1, 2)]
-    results = [{"role": "tool", "content": name, "tool_call_id": name} for name in ("2", "1")]
-    ordered = order_results([{"role": "assistant", "content": "", "tool_calls": calls}, *results])
-    assert [message["content"] for message in ordered[1:]] == ["1", "2"]
-
-    mixed = [{**calls[0], "id": None}, {**calls[1], "id": "a"}]
-    unnamed = [{"role": "tool", "content": "x"}, {"role": "tool", "content": "y", "tool_call_id": "a"}]
-    with pytest.raises(ChatError, match="each call needs one result with its id"):
-        order_results([{"role": "assistant", "content": "", "tool_calls": mixed}, *unnamed])

@@ -16,7 +16,7 @@ from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.images import ImageTooLargeError
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.videos import probe_video, video_planes
-from tests.data.media import encoded, image, video_frames
+from tests.data.media import encoded, image, video_frames, video_of
 
 QWEN2_5 = PixelSettings(video_min_pixels=3136, video_max_pixels=50176)
 QWEN3 = PixelSettings(patch_size=16, video_min_pixels=4096, video_max_pixels=6 * 96 * 128, video_spread=True)
@@ -33,17 +33,8 @@ def info(fps: float = 2.0, sampling: str = "whole") -> FrameArchiveInfo:
 
 def lossless(count: int, rate: int) -> bytes:
     """A file of the images of :func:`packed`, whose pixels survive."""
-    import av
-
-    out = io.BytesIO()
-    with av.open(out, "w", format="matroska") as container:
-        stream = container.add_stream("ffv1", rate=rate)
-        stream.height, stream.width, stream.pix_fmt = 70, 100, "bgr0"
-        for i in range(count):
-            frame = av.VideoFrame.from_ndarray(image(70, 100, seed=i), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    return out.getvalue()
+    images = (image(70, 100, seed=i) for i in range(count))
+    return video_of(images, "matroska", "ffv1", rate=rate, pixels="bgr0")
 
 
 # Images, a second -> frame groups, seconds of a group (2 / fps), times of the groups: mean of 2i / fps and
@@ -108,21 +99,6 @@ def test_frame_folder_is_sampled_like_a_video_file(settings, count, rate):
     assert grid == video_grid(of_file, settings)
     planes = video_planes(folder, of_folder, grid, settings)
     assert torch.equal(planes, video_planes(file, of_file, grid, settings))
-
-
-def test_image_list_equals_the_file_it_was_sampled_from():
-    """At 2 frames a second of 10, frames 0, 5, ... 35 are taken of 40. A list of these is the same video."""
-    file = lossless(40, 10)
-    of_file = probe_video(file)
-    taken = frame_indices(of_file, QWEN2_5)
-    assert taken == list(range(0, 40, 5))
-    images = [(str(i), encoded(70, 100, seed=i)) for i in taken]
-    data = pack_frames(images, info(2.0))
-    listed = probe_video(data)
-    grid = video_grid(listed, QWEN2_5)
-    assert grid == video_grid(of_file, QWEN2_5)
-    planes = video_planes(data, listed, grid, QWEN2_5)
-    assert torch.equal(planes, video_planes(file, of_file, grid, QWEN2_5))
 
 
 def test_image_list_longer_than_the_limit_is_sampled():

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
 import tarfile
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from transformers import AutoProcessor
 from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import validation_rows
-from megatron_vl.data.packing.fill_row import pack_first_fit
-from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_template
+from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
-from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.tiny import tiny_checkpoint
 from toolkit.common.hf_loading import apply_video_prompt
 
-from .datasets import converted, mixed_records, open_loader, turns
+from .datasets import converted, mixed_records, open_loader
 from .helpers import positions_one_by_one
-from .media import encoded, video, write
+from .media import video, write
 
 PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
 VOLUME = 4 * 56 * 56
 """The largest number of pixels in all frames of a video together, for the family that limits these."""
 COUNT = 20
-CUTS_SECONDS = Version(transformers.__version__) < Version("5.18")
-"""Whether the installed transformers truncates the seconds of a frame group before it multiplies them."""
 
 
 @pytest.fixture(scope="module")
@@ -189,18 +181,6 @@ def pixel_table(row, spec, norm):
     return {int(place): patch for place, patch in zip(row.vision.feature_index, patches, strict=False)}
 
 
-def test_loss_mask_covers_the_answers_alone(dataset):
-    folder = tiny_checkpoint("qwen2_5_vl")
-    tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
-    samples = stored(dataset)
-    for row in validation(dataset):
-        for i, key in enumerate(row.sample_keys):
-            span = slice(int(row.cu_seqlens[i]), int(row.cu_seqlens[i + 1]))
-            trained = tokenizer.decode(row.labels[span][row.loss_mask[span].bool()])
-            answers = [m["content"] for m in samples[key][0]["messages"] if m["role"] == "assistant"]
-            assert trained == "".join(f"{a}<|im_end|>" for a in answers)
-
-
 def test_resume_continues_with_the_same_rows(dataset):
     first = loader(dataset, num_workers=2)
     for _ in range(5):
@@ -232,102 +212,44 @@ def same(a, b) -> bool:
     )
 
 
-@pytest.mark.parametrize(("field", "other"), [("empty_think", "trained"), ("earlier_answers", "masked")])
-def test_resume_rejects_another_rule_for_thinking(dataset, tmp_path, field, other):
-    """The rule belongs to a state only if the checkpoint's template writes thinking."""
-    folder = tmp_path / "thinking"
+@pytest.mark.parametrize(
+    ("field", "other", "advice"),
+    [
+        ("empty_think", "trained", r"set data\.empty_think to"),
+        ("earlier_answers", "masked", r"set data\.earlier_answers to"),
+        ("chat_template", TOOLS_TEMPLATE, "give the chat template .*run.json"),
+        ("template_arguments", {"add_vision_id": True}, r"set data\.template_arguments back"),
+        ("too_long", "drop", r"data\.too_long"),
+    ],
+)
+def test_resume_rejects_other_rules_for_text(dataset, tmp_path, field, other, advice):
+    folder, needs_thinking = tmp_path / "hf", field in ("empty_think", "earlier_answers")
     shutil.copytree(tiny_checkpoint("qwen3_5"), folder)
-    (folder / "chat_template.json").unlink()
-    templates = Path(__file__).resolve().parents[1] / "hf_configs"
-    shutil.copy(templates / "Qwen3.5-9B.chat_template.jinja", folder / "chat_template.jinja")
-
-    def thinking(**changes):
-        return open_loader(config(dataset, **changes), folder)
-
-    state = thinking().state_dict()
-    with pytest.raises(
-        LoaderStateError, match=rf"{field} = '\w+', this loader has '{other}'.* set data\.{field} to"
-    ):
-        thinking(**{field: other}).load_state_dict(state)
-    thinking().load_state_dict(state)
-    assert thinking(**{field: other}).row_settings[field] == other
-
+    if needs_thinking:
+        (folder / "chat_template.json").unlink()
+        template = Path(__file__).parents[1] / "hf_configs" / "Qwen3.5-9B.chat_template.jinja"
+        shutil.copy(template, folder / "chat_template.jinja")
+    plain, changed = (
+        open_loader(config(dataset), folder),
+        open_loader(config(dataset, **{field: other}), folder),
+    )
+    for resumed, state in ((plain, changed.state_dict()), (changed, plain.state_dict())):
+        with pytest.raises(LoaderStateError, match=rf"{field} = .*{advice}"):
+            resumed.load_state_dict(state)
+    changed.load_state_dict(changed.state_dict())
+    if not needs_thinking:
+        return
+    # A rule for thinking belongs to a state only if the template writes thinking.
     without_thinking = loader(dataset, "qwen3_5", **{field: other})
     state = without_thinking.state_dict()
     assert field not in state["identity"] and field not in without_thinking.row_settings
     loader(dataset, "qwen3_5").load_state_dict(state)
 
 
-def test_resume_rejects_another_chat_template(dataset, tmp_path):
-    plain, tools = loader(dataset), loader(dataset, chat_template=TOOLS_TEMPLATE)
-    assert not plain.row_settings["chat_template"]
-    assert tools.row_settings["chat_template"] == read_run_template("", TOOLS_TEMPLATE)
-    for resumed, state in ((plain, tools.state_dict()), (tools, plain.state_dict())):
-        with pytest.raises(LoaderStateError, match="chat_template = .* give the chat template .*run.json"):
-            resumed.load_state_dict(state)
-    moved = tmp_path / "moved.jinja"
+def test_template_may_have_another_place(dataset, tmp_path):
+    tools, moved = loader(dataset, chat_template=TOOLS_TEMPLATE), tmp_path / "moved.jinja"
     moved.write_text(tools.row_settings["chat_template"])
     loader(dataset, chat_template=str(moved)).load_state_dict(tools.state_dict())
-
-
-def test_row_settings_are_those_of_the_model(dataset):
-    settings = loader(dataset, pack=False, shuffle=False, max_pixels=0).row_settings
-    assert settings["seq_len"] == 320
-    processor = json.loads((tiny_checkpoint("qwen2_5_vl") / "preprocessor_config.json").read_text())
-    assert settings["max_pixels"] == processor["max_pixels"]
-    assert not {"shuffle_block", "packing_buffer", "path"} & set(settings)
-
-
-def test_order_without_shuffling_is_that_of_the_data_set(dataset):
-    rows = list(islice(loader(dataset, pack=False, shuffle=False), 6))
-    keys = [row.sample_keys[0] for row in rows]
-    assert keys == sorted(keys)
-
-
-def test_row_budgets_hold(dataset):
-    for row in islice(loader(dataset, max_patches=120), 8):
-        assert row.num_patches <= 120 and row.tokens.numel() == 320
-    bins = pack_first_fit([(5, 1), (4, 9), (3, 1), (2, 9), (1, 1)], max_tokens=8, max_patches=10)
-    assert sorted(i for b in bins for i in b) == list(range(5))
-    assert all(
-        sum((5, 4, 3, 2, 1)[i] for i in b) <= 8 and sum((1, 9, 1, 9, 1)[i] for i in b) <= 10 for b in bins
-    )
-
-
-def test_loader_ends_if_no_sample_fits(tmp_path):
-    path, _ = converted(tmp_path, [{"conversations": turns(n)} for n in (402, 400, 403, 401)])
-    with pytest.raises(LoaderError, match="samples in a row cannot be used") as error:
-        next(loader(path))
-    said = re.search(
-        r"the smallest above data.seq_len has (\d+) tokens: raise data.seq_len, or lower", str(error.value)
-    )
-    assert said, error.value
-    fits = int(said[1])
-    assert set(next(loader(path, seq_len=fits)).sample_keys) == {"000000001"}
-    with pytest.raises(LoaderError, match=f"the smallest above data.seq_len has {fits} tokens"):
-        next(loader(path, seq_len=fits - 1))
-
-
-def test_damaged_image_is_grey_and_not_trained_on(tmp_path):
-    """The file has the same size but other bytes, as when storage goes bad after the conversion."""
-    write(tmp_path / "media/a.png", encoded(64, 64))
-    record = {
-        "image": "a.png",
-        "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "y"}],
-    }
-    text = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "trained"}]}
-    path, _ = converted(tmp_path, [record, text])
-    shard = path / "train-000000.tar"
-    data = shard.read_bytes()
-    at = data.index(b"\x89PNG")
-    shard.write_bytes(data[:at] + bytes(200) + data[at + 200 :])
-    hf = tiny_checkpoint("qwen2_5_vl")
-    row = next(validation_rows(config(path), read_spec(hf), hf, "train"))
-
-    assert row.dropped_counts == {"image changed since conversion": 1} and row.num_samples == 2
-    damaged = slice(int(row.cu_seqlens[0]), int(row.cu_seqlens[1]))
-    assert row.loss_mask[damaged].sum() == 0 and row.loss_mask.sum() > 0
-    assert row.vision.planes.unique().tolist() == [128]
 
 
 def test_worker_decodes_video_after_its_parent_did(tmp_path):

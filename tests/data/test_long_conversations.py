@@ -226,14 +226,6 @@ def test_exchanges_are_trained_on_once_a_pass_with_their_media(dataset, family, 
     assert tokens_by_sample(validated) == found and dropped(validated) == dropped(rows)
 
 
-def test_conversations_are_left_out_whole_if_the_run_says_so(dataset):
-    hf = tiny_checkpoint("qwen2_5_vl")
-    rows = list(open_loader(config(dataset, seq_len=96, too_long="drop"), hf, epochs=1))
-    found = tokens_by_sample(rows)
-    assert dropped(rows) == {"longer than seq_len": 12 - len(found)} and 0 < len(found) < 10
-    assert not any("#" in key for _, key in found)
-
-
 def test_counts_say_what_each_rule_keeps(dataset):
     """They are those of the rows of a pass."""
     hf = tiny_checkpoint("qwen2_5_vl")

@@ -291,22 +291,6 @@ def test_object_store_gives_the_validation_rows_of_the_folder(dataset):
     assert len(here) > 1 and all(same(one, other) for one, other in zip(here, there, strict=True))
 
 
-def test_object_store_blend_names_data_sets_beside_it(dataset, store):
-    parts = [{"path": "sets/first", "weight": weight} for weight in (1, 2)]
-    blend = {
-        "__module__": "megatron.energon",
-        "__class__": "MetadatasetV2",
-        "splits": {"train": {"blend": parts}},
-    }
-    store.put_object(Bucket=BUCKET, Key="blend.yaml", Body=yaml.safe_dump(blend))
-    found = read_description(resolve_location("msc://images/blend.yaml")).split_facts("train")
-
-    mixture = found.dataset_identity["mixture"]["blend"]
-    inner = read_description(dataset).split_facts("train").dataset_identity
-    assert [part["data"] for part in mixture] == [inner, inner]
-    assert len(rows("msc://images/blend.yaml", 2)[0]) == 2
-
-
 def test_object_store_rejects_names_that_leave_the_folder(dataset, store, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(dataset, copy)

@@ -70,12 +70,6 @@ def test_block_order_of_single_samples_is_a_full_shuffle():
     assert (order.samples(np.arange(size), 9) == permute_positions(np.arange(size), size, 9)).all()
 
 
-def test_block_order_limits_blocks_to_shards():
-    shards = [10] * 64
-    large, exact = order_of(*shards, block=10_000), order_of(*shards, block=10)
-    assert (large.samples(np.arange(640), 3) == exact.samples(np.arange(640), 3)).all()
-
-
 def test_block_order_of_10_8_samples_needs_flat_memory():
     order = BlockOrder(np.full(100_000, 1000, np.int64), 16)
     some = np.array([0, 10**8 - 1, 5 * 10**7, 33_333_333])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -66,29 +67,19 @@ def test_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers, mon
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(6)}
 
 
-def test_decode_that_takes_too_long_is_not_trained_on(pristine, monkeypatch):
+def test_sample_that_takes_too_long_is_not_trained_on(pristine, monkeypatch):
+    """Its text or its pixels; the record has a video alone."""
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = open_encoder(_config(pristine), read_spec(folder), folder)
     (source,) = read_sources(pristine, "train")
-    reader = SampleReader(source)
-    encoded = encoder.preencode_sample(
-        reader.read_sample(3, with_media=True)
-    )  # the record with a video alone
-    reader.close()
+    with closing(SampleReader(source)) as reader:
+        sample = reader.read_sample(3, with_media=True)
+    encoded = encoder.preencode_sample(sample)
     monkeypatch.setattr(row_encoder, "SAMPLE_TIMEOUT_S", 1e-9)
     ready = encoder.postencode_sample(encoded)
     assert encoder.dropped_counts == {"decoding takes too long": 1}
     assert encoder.dropped_samples[0].source.endswith(".json record 4"), encoder.dropped_samples
     assert not ready.loss_mask.any() and (ready.media_items[0].planes == 128).all()
     assert len(ready.token_ids) == len(encoded.token_ids)
-
-
-def test_text_that_takes_too_long_is_not_used(pristine, monkeypatch):
-    monkeypatch.setattr(row_encoder, "SAMPLE_TIMEOUT_S", 1e-9)
-    folder = tiny_checkpoint("qwen2_5_vl")
-    encoder = open_encoder(_config(pristine), read_spec(folder), folder)
-    (source,) = read_sources(pristine, "train")
-    reader = SampleReader(source)
-    encoded = encoder.preencode_sample(reader.read_sample(3, with_media=True))
-    reader.close()
-    assert encoded.refused == ("encoding takes too long", "it took longer than 1e-09 s")
+    refused = encoder.preencode_sample(sample).refused
+    assert refused == ("encoding takes too long", "it took longer than 1e-09 s")

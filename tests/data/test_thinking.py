@@ -206,14 +206,6 @@ def test_thinking_prompt_written_by_hand(folders, model, think, earlier) -> None
     assert opens_thinking(prompt) == (REQUESTED[model, think] == OPENED)
 
 
-def test_prompt_within_tool_calls_keeps_its_thinking(folders) -> None:
-    """The question is the last one still, so that what was thought before the call stays."""
-    ours = encoder(folders[LARGE])
-    called = "<think>\nLook.\n</think>\n\n" + "".join(TOOL_CALL) + "<|im_end|>\n"
-    asked = "".join(HI) + "<|im_start|>assistant\n" + called + "".join(DRY) + "<|im_start|>assistant\n"
-    assert ours.tokenizer.decode(ours.encode_prompt([QUESTION, CALL, RESULT], [])) == asked + OPENED
-
-
 def test_thinking_switch_is_refused_where_a_template_has_none() -> None:
     ours = ChatEncoder(released_tokenizer_folder(), spec_of("qwen3_vl"))
     assert not opens_thinking(ours.tokenizer.decode(ours.encode_prompt([QUESTION], [])))
@@ -368,21 +360,6 @@ def test_answers_found_together_equal_those_found_one_by_one(folders, model, rul
             encoded += 1
         compared += 1
     assert compared > 100 and encoded > 20
-
-
-@pytest.mark.parametrize("model", [LARGE, "Qwen2-VL"])
-def test_renderings_do_not_grow_with_the_turns(folders, model, monkeypatch) -> None:
-    ours = encoder(folders.get(model) or marked_folder())
-    ours.encode([QUESTION, CALL, RESULT, PLAIN] if model in folders else [QUESTION, PLAIN], [])
-    rendered = []
-    render = ours.render_conversation
-    monkeypatch.setattr(ours, "render_conversation", lambda *a, **k: rendered.append(a) or render(*a, **k))
-    counts = []
-    for pairs in (2, 40):
-        rendered.clear()
-        ours.encode([QUESTION, PLAIN] * pairs, [])
-        counts.append(len(rendered))
-    assert counts[0] == counts[1] <= 4
 
 
 def test_answers_are_found_in_a_text_full_of_the_mark(folders) -> None:

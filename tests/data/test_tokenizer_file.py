@@ -131,17 +131,6 @@ def test_reference_processor_gives_the_ids_of_the_file(folder):
     assert tokenizer("abc 123456 x")["input_ids"] == file.encode("abc 123456 x").ids
 
 
-def test_tokenizer_without_a_file_keeps_the_rules_of_its_class(tmp_path):
-    write_tiny_checkpoint(tmp_path / "hf", "qwen3_vl")
-    (tmp_path / "hf" / "tokenizer.json").unlink()
-    encoder = ChatEncoder(tmp_path / "hf", read_spec(tmp_path / "hf"))
-    assert not encoder.serving_note
-    alone = AutoTokenizer.from_pretrained(tmp_path / "hf").backend_tokenizer
-    assert [encoder._fast_tokenizer.encode(text).ids for text in TEXTS] == [
-        alone.encode(text).ids for text in TEXTS
-    ]
-
-
 # --- Added tokens -------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_templ
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
-from megatron_vl.spec.positions import GridTHW
 from tests.data_tools.test_formats import TOOL, WITH_TOOLS
 from tests.tiny import tiny_checkpoint
 
@@ -143,19 +142,6 @@ def test_tools_template_without_tools_is_the_released_one(family: str, settings:
             for template in (read_chat_template(folder), read_run_template(folder, TOOLS_TEMPLATE))
         ]
         assert texts[0] == texts[1]
-
-
-def test_calls_are_trained_on_and_results_are_not():
-    grids = [GridTHW(1, 4, 4)] * 2
-    tools_encoder = encoder("qwen2_vl")
-    token_ids, loss_mask = tools_encoder.encode(CONVERSATION, grids, [ZOOM])
-    trained_text = tools_encoder.tokenizer.decode(token_ids[loss_mask])
-    answers = [
-        turn.partition("\n")[2] + "<|im_end|>"
-        for turn in "".join(EXPECTED).split("<|im_end|>\n")
-        if turn.startswith("<|im_start|>assistant")
-    ]
-    assert trained_text == "".join(answers) and answers[0].startswith("I look closer.\n<tool_call>")
 
 
 def test_refusal_of_tools_names_the_template_that_writes_them():

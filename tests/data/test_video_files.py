@@ -19,16 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vl.config import DataConfig
-from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.data.sample import video_decoding
 from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.videos import probe_video, video_planes
-from tests.data.media import video_frames
-from toolkit.common.sample_encoder import SampleEncoder
+from tests.data.media import video_frames, video_of
 
 SIDE = 64
 DIGITS = 12
@@ -169,56 +166,7 @@ def _count_decoded(monkeypatch) -> list[int]:
     return decoded
 
 
-SEGMENT = 1200
 HOUR = 90_000
-
-
-@pytest.fixture(scope="module")
-def hour() -> bytes:
-    """An hour at 25 frames a second with a key frame each second: 75 times the packets of 48 s. Frame ``i``
-    shows ``i % 1200``."""
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("libx264", rate=25)
-        stream.width = stream.height = SIDE
-        stream.pix_fmt = "yuv420p"
-        stream.codec_context.gop_size = 25
-        stream.options = {"preset": "ultrafast", "bf": "0", "qp": "10"}
-        packets = [packet for i in range(SEGMENT) for packet in stream.encode(_shown(i))]
-        packets += stream.encode()
-        # A packet is gone once it is written.
-        kept = [(bytes(each), each.pts, each.is_keyframe) for each in packets]
-        unit = kept[1][1] - kept[0][1]
-        base = packets[0].time_base
-        for turn in range(HOUR // SEGMENT):
-            for data, time, is_key in kept:
-                packet = av.Packet(data)
-                packet.stream, packet.time_base, packet.is_keyframe = stream, base, is_key
-                packet.pts = packet.dts = time + turn * SEGMENT * unit
-                container.mux(packet)
-    return out.getvalue()
-
-
-def _shown(number: int) -> av.VideoFrame:
-    frame = av.VideoFrame.from_ndarray(numbered(number), format="rgb24")
-    frame.pts = number
-    return frame
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("most", [32, 768])
-def test_hour_of_video_decodes_what_leads_to_its_frames(hour, most, monkeypatch):
-    """Each wanted frame takes at most the 24 before it. That is 19,200 of 90,000 for 768 frames: a decode of
-    all would break the limit of this test."""
-    info = probe_video(hour)
-    assert (info.frame_count, info.fps) == (HOUR, 25.0)
-    wanted = frame_indices(info, PixelSettings(video_max_frames=most))
-    assert len(wanted) == most and wanted[-1] > HOUR * 0.95
-
-    decoded = _count_decoded(monkeypatch)
-    frames = video_frames(hour, info, wanted, SampleDeadline(60))
-    assert numbers(frames) == [number % SEGMENT for number in wanted]
-    assert most <= len(decoded) <= 25 * most
 
 
 PLAIN_RULE = PixelSettings(video_max_frames=768, video_max_pixels=300 * 28 * 28)
@@ -262,46 +210,12 @@ def test_hour_of_video_worked_out_by_hand(settings, first, last, times):
         assert grid.second_per_grid == times
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_hour_of_video_fills_a_row(hour, family, tiny_checkpoint):
-    """From the file to the row: 768 frames, one time or position for each group, all pixels in place."""
-    settings = DataConfig(
-        video_max_frames=768, video_max_pixels=1 << 24, min_pixels=50_000, max_pixels=60_000
-    )
-    encoder = SampleEncoder(tiny_checkpoint(family, dtype=torch.float32), settings)
-    messages = [
-        {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "The video shows"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "a road."}]},
-    ]
-    sample = encoder.encode_sample(messages, [encoder.encode_medium("video", "hour.mp4", hour)])
-    [medium] = sample.media_items
-    grid = medium.grid_thw
-    assert grid.t == 384 and len(medium.planes) == 768
-
-    row = pack_row([sample], encoder.spec, 131_072)
-    is_video = row.tokens == encoder.spec.video_token_id
-    assert int(is_video.sum()) == grid.num_tokens(encoder.spec.vision.spatial_merge_size)
-    assert row.num_patches == grid.t * grid.h * grid.w
-    assert torch.equal(is_video.nonzero()[:, 0], row.vision.feature_index.sort().values.long())
-    # The time axis of the positions rises with each group, in the text (Qwen3-VL) or within the video.
-    assert len(row.position_ids[0][is_video].unique()) == 384
-
-
 def test_video_decoding_keeps_memory_flat():
     """120 frames of 720 x 1280 take 332 MB. The patches to which they shrink take 14 MB."""
-    out = io.BytesIO()
-    with av.open(out, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
-        image = np.zeros((720, 1280, 3), np.uint8)
-        for _ in range(120):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
-        container.mux(stream.encode())
-
+    data = video_of([np.zeros((720, 1280, 3), np.uint8)] * 120)
     process_context = multiprocessing.get_context("fork")
     receiver, sender = process_context.Pipe(duplex=False)
-    process = process_context.Process(target=_send_peak_memory, args=(sender, out.getvalue()))
+    process = process_context.Process(target=_send_peak_memory, args=(sender, data))
     process.start()
     assert receiver.poll(60), "the frames were not decoded in time"
     growth = receiver.recv()

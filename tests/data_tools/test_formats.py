@@ -370,28 +370,23 @@ WEIGHT, PART = "bad loss weight", "unknown content part"
 ARGUMENTS, THOUGHT = "messages[1].tool_calls[0].arguments", "<think>a</think>"
 REFUSED = [
     (says(weight=-1), WEIGHT, "messages[1].weight"),
-    (says(weight=float("nan")), WEIGHT, "messages[1].weight"),
     (says(weight=1, loss=0), WEIGHT, "messages[1].loss"),
     ({"messages": [{**ASK, "weight": 0.5}, SAY]}, "loss on a prompt", "messages[0].weight"),
     ({"weight": 0, "messages": [ASK, SAY]}, "no loss", "messages"),
     (says(loss=False), "no loss", "messages"),
     ({"messages": [ASK, SAY], "objects": {"bbox": [[1, 2]]}}, "bad objects", "objects"),
     ({"messages": [ASK, SAY], "bboxes": [[1, 2]]}, "not supervised text", "bboxes"),
-    ({"messages": [ASK, SAY], "rejected_response": "No"}, "not supervised text", "rejected_response"),
     ({"instruction": "a", "output": "b", "kto_tag": True}, "not supervised text", "kto_tag"),
-    ({"messages": [ASK, SAY], "label": False}, "not supervised text", "label"),
     ({"instruction": "a", "query": "b", "output": "c"}, "two conversations", "query"),
     ({"instruction": "a", "output": "b", "history": ["c"]}, "bad history", "history[0]"),
     ({"instruction": "<image>", "output": "b"}, "markers and media differ", "instruction"),
     # A field that is absent, empty or misnamed: the model would read the letters.
     ({"messages": [MARKED, SAY]}, "markers and media differ", "messages"),
-    ({"messages": [MARKED, SAY], "image_paths": ["a.png"]}, "markers and media differ", "messages"),
     (says(content="A <video> of"), "markers and media differ", "messages"),
     (asks_in_parts({"type": "text", "text": "<image>"}), "markers and media differ", "messages"),
     ({"messages": [MARKED, SAY], "image": "a", "markers": "text"}, "markers and media differ", "messages"),
     ({"messages": [MARKED, SAY], "markers": "txt"}, "bad markers", "markers"),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
-    ({"instruction": "a", "output": "", "history": [["b", "c"]]}, "empty answer", "instruction[3]"),
     ({"conversation": [{"human": "a"}]}, "bad turn", "conversation[0]"),
     (
         asks_in_parts({"type": "image", "image": "a.png", "video": "b.mp4"}),
@@ -403,18 +398,15 @@ REFUSED = [
     ({"tools": "weather", "messages": [ASK, SAY]}, "bad tools", "tools"),
     ({"tools": [{"type": "function"}], "messages": [ASK, SAY]}, "bad tools", "tools[0]"),
     (calls("{"), "bad tool call", ARGUMENTS),
-    (calls([1]), "bad tool call", ARGUMENTS),
     ({"messages": [ASK, SAY, {"role": "tool", "content": "x"}]}, "wrong role order", "messages"),
     ({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, ASK]}, "wrong role order", "messages"),
     (says(reasoning="a", thinking="b"), "two reasonings", "messages[1].thinking"),
-    ([{"conversations": SHAREGPT}], "not an object", ""),
     (says(tool_calls=[CALL], function_call=CALL["function"]), "bad tool call", "messages[1].function_call"),
     (says(role="tool_call", content=WRITTEN, tool_calls=[CALL]), "bad tool call", "messages[1].tool_calls"),
     (says(role="tool_call", content=THOUGHT + WRITTEN, reasoning="b"), "two reasonings", "messages[1]"),
     # Functions and arguments are text for the model too.
     (offers(description="\ud800"), "bad text", "tools[0]"),
     (offers(description="<|image_pad|>"), "placeholder token in text", "tools[0]"),
-    (offers(parameters={"x": ["<|audio_pad|>"]}), "audio not supported", "tools[0]"),
     (offers(parameters={"default": datetime(2026, 1, 1)}), "bad tools", "tools[0]"),
     (offers(parameters=nested(300)), "bad tools", "tools[0]"),
     (calls({"x": float("inf")}), "bad tool call", ARGUMENTS),
@@ -424,7 +416,6 @@ REFUSED = [
     # A server takes the first closing tag for the end of the argument or call.
     (calls({"x": "a</parameter>b"}), "bad tool call", ARGUMENTS),
     (calls('{"x": [{"\\u003c/function>": 1}]}'), "bad tool call", ARGUMENTS),
-    (calls({"x": ["</tool_call>"]}), "bad tool call", ARGUMENTS),
 ]
 
 

@@ -11,7 +11,6 @@ import pytest
 from data_tools.formats import RecordError, read_conversation
 from data_tools.formats.frame_sequence import FrameSequence
 from data_tools.media import MediaRoots, list_images, natural_order
-from megatron_vl.data.sample.frame_archive import FrameArchive
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
 from tests.tiny import tiny_checkpoint
@@ -147,16 +146,6 @@ def inspected(out: Path, index: int, capsys, family: str = "qwen2_5_vl") -> dict
     return json.loads(capsys.readouterr().out)
 
 
-def test_show_and_summary_name_videos_as_images(media, tmp_path, capsys):
-    (tmp_path / "in.json").write_text(json.dumps([listed(["clip"]), listed(["clip"], id=2)]))
-    words = ["--input", str(tmp_path / "in.json"), "--media-root", str(media), "--out", str(tmp_path / "out")]
-    assert main(["data", "convert", *words]) == 0
-    assert "2 videos without a frame rate: 2 a second are assumed for images" in capsys.readouterr().out
-    run = ["--data", str(tmp_path / "out"), "--processor", str(tiny_checkpoint("qwen2_5_vl"))]
-    assert main(["data", "show", *run, "--sample", "000000000"]) == 0
-    assert "5 frames, 2 a second" in " ".join(capsys.readouterr().out.split())
-
-
 def test_qwen3_vl_gets_the_times_of_images(media, tmp_path, capsys):
     """Images at 0, 1, 2, 3, 4 (and 5) s: the groups are at 0.5, 2.5 and 4.5 s."""
     out, _ = converted(tmp_path, [part(video=frames(1, 2, 3, 4, 10), sample_fps=1)])
@@ -202,16 +191,3 @@ def test_unusable_frames_are_named(media, tmp_path):
     assert "wide.png has 128 x 70 pixels (width x height), frame_1.png 100 x 70" in details[0]
     assert "cut.jpg" in details[1] and "none.jpg" in details[2]
     assert report.samples == 1
-
-
-def test_archive_holds_the_files_as_they_are(media, tmp_path):
-    import tarfile
-
-    out, _ = converted(tmp_path, [part(video="clip", fps=5)])
-    with tarfile.open(out / "train-000000.tar") as tar:
-        file = FrameArchive(tar.extractfile("000000000.0.zip").read())
-        stored = json.loads(tar.extractfile("000000000.json").read())["media"]
-    names = ["frame_1.png", "frame_2.png", "frame_3.png", "frame_4.png", "frame_10.png"]
-    assert [file.image_name(i) for i in range(len(file))] == names
-    assert [file.read_image(i) for i in range(5)] == [(media / "clip" / name).read_bytes() for name in names]
-    assert [stored[0][name] for name in ("frames", "fps", "height", "width")] == [5, 5.0, 70, 100]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 
 from data_tools import record_ids
-from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.record_ids import RecordIds
-
-TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
 def test_first_of_equal_ids_is_found_among_many(monkeypatch, capsys) -> None:
@@ -41,24 +36,3 @@ def test_hashes_that_end_in_zero_bytes_are_found(monkeypatch) -> None:
     for turn in range(2):
         for number in range(2000):  # about eight hashes end in a zero byte
             assert ids.first_occurrence(f"int: {number}", "a", number + turn) == ("a", number)
-
-
-def test_ids_may_be_invalid_unicode(tmp_path: Path) -> None:
-    """JSON can spell single surrogates. Ids that differ only there are different, and a refusal
-    can show one."""
-    ids = ["x\ud800", "x\ud801", "x?", "x\ud800", 5, "5", True]
-    (tmp_path / "in.json").write_text(json.dumps([{"id": value, "conversations": TURNS} for value in ids]))
-
-    report = convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
-    (line,) = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
-    assert report.samples == 6
-    assert (line["record"], line["id"], line["reason"]) == (4, "x\\ud800", "duplicate id")
-    assert line["detail"].startswith("str: x\\ud800 is also the id of record 1 of in.json")
-
-
-def test_quarantine_shows_text_and_whole_numbers_as_ids(tmp_path: Path) -> None:
-    ids = ["x" * 100, "x" * 101, 7, True, ["a"]]
-    (tmp_path / "in.json").write_text(json.dumps([{"id": value} for value in ids]))
-    convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
-    lines = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
-    assert [line["id"] for line in lines] == ["x" * 100, f"{'x' * 97}...", "7", "", ""]

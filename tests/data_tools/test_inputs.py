@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
-from data_tools.formats import RecordError, read_conversation
+from data_tools.formats import read_conversation
 from data_tools.input_files import InputError, find_input_files
 from data_tools.records import ReadError, read_records
 from tests.data.media import encoded, write
@@ -170,18 +170,6 @@ def test_index_names_files_columns_and_tags(tmp_path):
     assert len([name for name in shards(out) if name.endswith(".json")]) == 1
 
 
-def test_index_may_say_that_markers_are_text(tmp_path):
-    """LLaMA-Factory has no such column, so it keeps its name; a column of media that is not named is."""
-    (tmp_path / "a.json").write_text("[]")
-    columns = {"prompt": "question", "response": "answer"}
-    (source,) = find_input_files([index_of(tmp_path, {"a": {"file_name": "a.json", "columns": columns}})])
-    record = {"question": "<image>?", "answer": "A marker.", "images": []}
-    read = read_conversation(source.rename_fields(record | {"markers": "text"}), source.format_name)
-    assert read.messages[0]["content"] == "<image>?" and not read.ignored_keys
-    with pytest.raises(RecordError, match="nothing is read from 'images .not in the index.'.*'markers'"):
-        read_conversation(source.rename_fields(record | {"images": ["a.png"]}), source.format_name)
-
-
 @pytest.mark.parametrize(
     "entry,message",
     [
@@ -234,26 +222,6 @@ def test_index_may_name_a_data_set_once(tmp_path):
         find_input_files([path])
 
 
-def test_index_tags_hide_other_roles_and_contents(tmp_path):
-    turns = [
-        {"who": "user", "says": "Hi", "content": "stray", "role": "system"},
-        {"who": "assistant", "says": "Hello", "value": "stray"},
-    ]
-    (tmp_path / "a.json").write_text(json.dumps([{"messages": turns}]))
-    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "user", "assistant_tag": "assistant"}
-    entry = {
-        "file_name": "a.json",
-        "formatting": "sharegpt",
-        "columns": {"messages": "messages"},
-        "tags": tags,
-    }
-    (source,) = find_input_files([index_of(tmp_path, {"a": entry})])
-    read = read_conversation(source.rename_fields({"messages": turns}))
-    assert read.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    stray = ["content (not in the index)", "role (not in the index)", "value"]
-    assert read.ignored_keys == [("turns", key) for key in stray]
-
-
 def test_folders_of_several_splits_or_kinds_are_refused(tmp_path):
     for name in ("train-00000-of-00001.parquet", "test-00000-of-00001.parquet"):
         pq.write_table(pa.Table.from_pylist(rows(1)), tmp_path / name)
@@ -262,13 +230,3 @@ def test_folders_of_several_splits_or_kinds_are_refused(tmp_path):
     (tmp_path / "test-00000-of-00001.parquet").rename(tmp_path / "more.jsonl")
     with pytest.raises(ConvertError, match=".jsonl and .parquet; give one of its files"):
         out_of(tmp_path, tmp_path)
-
-
-@pytest.mark.parametrize("name,key", [("state.json", "_data_files"), ("dataset_dict.json", "splits")])
-def test_damaged_files_of_a_saved_data_set_are_named(tmp_path, name, key):
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    for content, said in [("{", "is not JSON"), ("[]", "is damaged"), (f'{{"{key}": [1]}}', "is damaged")]:
-        (folder / name).write_text(content)
-        with pytest.raises(InputError, match=f"{name} {said}"):
-            find_input_files([folder])

@@ -97,7 +97,7 @@ def test_killed_conversion_leaves_are_removed(source, tmp_path, undisturbed):
     (tmp_path / "out.partial/new/train-000099.tar").write_bytes(b"old")
     (tmp_path / "out.partial/owner").write_text("a-host 4194304")
     (tmp_path / "out").mkdir()  # an empty folder is taken
-    convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", workers=3)
     assert digests(tmp_path / "out") == undisturbed
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -90,18 +90,6 @@ READ: dict[str, tuple[dict[str, Any], str]] = {
         "[image]Find the <|object_ref_start|>sheep<|object_ref_end|> > "
         "<|box_start|>(101,201),(150,266)<|box_end|>",
     ),
-    "LLaVA": (
-        {"id": "9", "image": "p/9.png", "conversations": asked("<image>\nIs it?")},
-        "[image]\nIs it? > It is.",
-    ),
-    "Qwen's image": (
-        {"image": "a.png", "conversations": asked("<image>\nIs it?")},
-        "[image]\nIs it? > It is.",
-    ),
-    "Qwen's video": (
-        {"video": "a.mp4", "conversations": asked("<video>\nIs it?")},
-        "[video]\nIs it? > It is.",
-    ),
     "ms-swift's objects": (
         {
             "messages": [user("<image>Find the <ref-object>"), assistant("<bbox><bbox>")],

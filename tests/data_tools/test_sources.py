@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from data_tools.sample_sources import SampleReader, SampleSource, _sources_of_parts, read_sources
 from megatron_vl.data.source.dataset_description import DatasetDescription
@@ -20,38 +19,6 @@ def out(tmp_path_factory) -> Path:
     """Two shards of 20 and 11 samples; one sample is too long for a row."""
     folder = tmp_path_factory.mktemp("sources")
     return converted(folder, [*mixed_records(folder / "media", 30), LONG], samples_per_shard=20)[0]
-
-
-def test_shares_are_those_of_training(out, tmp_path):
-    mixture = tmp_path / "mix.yaml"
-    described = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    weighted = [{"path": str(out), "weight": 3}, {"path": str(out), "weight": 1}]
-    described["splits"] = {"train": {"blend": weighted}}
-    mixture.write_text(yaml.safe_dump(described))
-    assert [round(source.share, 3) for source in read_sources(mixture, "train")] == [0.75, 0.25]
-
-    repeated = [{"path": str(out), "repetitions": 2}, {"path": str(out), "repetitions": 0.5}]
-    described["splits"] = {"train": {"blend_epochized": repeated}}
-    mixture.write_text(yaml.safe_dump(described))
-    assert [source.share for source in read_sources(mixture, "train")] == pytest.approx(
-        [62 / 77.5, 15.5 / 77.5], abs=0.01
-    )
-
-
-def test_subset_is_a_part_of_its_source(out, tmp_path):
-    """31 samples, of which the last 40 % are read twice: from the 18th (int(31 x 0.6)) to the last."""
-    mixture = tmp_path / "mix.yaml"
-    part = {"path": str(out), "repetitions": 2, "subset": {"range": ["60%", "100%"]}}
-    whole = {"path": str(out), "repetitions": 1}
-    described = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    described["splits"] = {"train": {"blend_epochized": [part, whole]}}
-    mixture.write_text(yaml.safe_dump(described))
-
-    first, second = read_sources(mixture, "train")
-    assert (len(first), len(second)) == (13, 31) and first.indices == range(18, 31)
-    assert [first.share, second.share] == pytest.approx([26 / 57, 31 / 57])
-    assert first.find_sample("000000003") is None and second.find_sample("000000003") == 3
-    assert first.find_sample("000000020") == second.find_sample("000000020") == 20
 
 
 def test_samples_are_found_by_key_and_by_place(out):

@@ -154,18 +154,6 @@ def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
         read(file)
 
 
-def test_plain_metadataset_is_read(dataset, tmp_path):
-    shutil.copytree(dataset, tmp_path / "more")
-    blend = [{"weight": 3, "path": "data"}, {"weight": 1, "path": "more", "subflavors": {"kind": "more"}}]
-    splits = {"train": {"blend": blend}, "val": {"path": "data", "split_part": "train"}}
-    file = tmp_path / "meta.yaml"
-    file.write_text(
-        yaml.safe_dump({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": splits})
-    )
-    used, dropped = read(file)
-    assert len(used) > COUNT // 2 and not dropped
-
-
 # --- Inside a shard -----------------------------------------------------------------------------------------
 
 

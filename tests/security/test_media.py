@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import resource
 import struct
 import time
@@ -19,7 +18,6 @@ import pytest
 from PIL import Image
 
 from data_tools.convert import ConversionOptions, convert_dataset
-from data_tools.media import MediaRoots, resolve_reference
 from tests.data.media import encoded, video, write
 from tests.data_tools.test_convert import bomb
 
@@ -71,25 +69,19 @@ def test_nothing_from_outside_the_media_root_is_written(tmp_path, secret):
     assert set(refused) <= {"outside the media root", "medium missing"}
 
 
-@pytest.mark.parametrize(
-    "name", ["list.m3u8", "list.mp4", "concat.mp4", "session.mp4", "manifest.mp4", "subtitle.mkv"]
-)
+@pytest.mark.parametrize("name", ["list.m3u8", "list.mp4", "concat.mp4", "manifest.mp4"])
 def test_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
-    """Tries playlists, concatenations, session and streaming descriptions under a video's name."""
+    """Tries playlists, concatenations and streaming descriptions under a video's name."""
     clip = tmp_path / "secret/clip.mp4"
     playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:5\n#EXTINF:5,\nfile://{clip}\n#EXT-X-ENDLIST\n"
     text = {
         "list.m3u8": playlist,
         "list.mp4": playlist,
         "concat.mp4": f"ffconcat version 1.0\nfile {clip}\n",
-        "session.mp4": (
-            "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 9 RTP/AVP 96\n"
-        ),
         "manifest.mp4": (
             f'<?xml version="1.0"?><MPD><Period><AdaptationSet><Representation><BaseURL>{clip}</BaseURL>'
             "</Representation></AdaptationSet></Period></MPD>"
         ),
-        "subtitle.mkv": f"subfile,,start,0,end,0,,:{clip}",
     }[name]
 
     write(tmp_path / "media" / name, text.encode())
@@ -97,21 +89,16 @@ def test_video_that_names_other_files_is_not_followed(tmp_path, secret, name):
     assert refused == {"video does not decode": 1}
 
 
-@pytest.mark.parametrize(
-    "name", ["program.eps", "program.ps", "vector.svg", "script.mvg", "metafile.wmf", "page.pdf", "data.fits"]
-)
+@pytest.mark.parametrize("name", ["program.eps", "vector.svg", "script.mvg", "page.pdf"])
 def test_formats_that_start_other_programs_are_not_opened(tmp_path, secret, name):
     """Pillow would hand EPS to Ghostscript; ImageMagick's scripts name files."""
     text = {
         "program.eps": (
             "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 30 30\n%%EndComments\n(x) run\nshowpage\n"
         ),
-        "program.ps": "%!PS-Adobe-3.0\n%%BoundingBox: 0 0 30 30\n(/etc/passwd) (r) file\n",
         "vector.svg": '<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
         "script.mvg": "push graphic-context\nimage over 0,0 0,0 '/etc/passwd'\npop graphic-context\n",
-        "metafile.wmf": "\xd7\xcd\xc6\x9a" + "\0" * 64,
         "page.pdf": "%PDF-1.4\n1 0 obj<<>>endobj\n",
-        "data.fits": "SIMPLE  =                    T" + " " * 50,
     }[name]
     write(tmp_path / "media" / name, text.encode("latin-1"))
     _, refused = converted(tmp_path, asked("image", "good.png", name))
@@ -157,31 +144,3 @@ def test_bombs_are_refused_by_their_headers(tmp_path, secret):
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
     )  # KiB; one of them is 588 MB in RGB
     assert time.process_time() - start < 10
-
-
-def test_devices_and_pipes_are_not_read(tmp_path, secret):
-    os.mkfifo(tmp_path / "media/pipe.png")
-    (tmp_path / "media/zero.png").symlink_to("/dev/zero")
-    (tmp_path / "media/stdin.png").symlink_to("/proc/self/fd/0")
-    _, refused = converted(tmp_path, asked("image", "good.png", "pipe.png", "zero.png", "stdin.png"))
-    assert refused.pop("not a file") == 1 and sum(refused.values()) == 2
-
-
-def test_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path, secret):
-    """Its own media are inside; its target's neighbours are not."""
-    (tmp_path / "alias").symlink_to(tmp_path / "media")
-    root = (tmp_path / "alias").resolve()
-    assert resolve_reference("good.png", MediaRoots((root,))) == tmp_path / "media/good.png"
-    with pytest.raises(ValueError, match="not inside .* add its folder to --media-root"):
-        resolve_reference("../secret/image.png", MediaRoots((root,)))
-
-
-def test_name_may_lead_from_one_root_into_another(tmp_path, secret):
-    """As ``../images/1.png`` of records in a folder beside the images does."""
-    (tmp_path / "records").mkdir()
-    roots = MediaRoots((tmp_path / "records", tmp_path / "media"))
-    assert resolve_reference("../media/good.png", roots) == tmp_path / "media/good.png"
-    with pytest.raises(ValueError, match="not inside"):
-        resolve_reference("../secret/image.png", roots)
-    with pytest.raises(ValueError, match="--follow-links allows such links"):
-        resolve_reference("link.png", roots)

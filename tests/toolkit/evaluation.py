@@ -11,7 +11,6 @@ import os
 import shutil
 from pathlib import Path
 
-import av
 import numpy as np
 import torch
 from PIL import Image
@@ -19,6 +18,7 @@ from pyarrow import Table
 from pyarrow.parquet import write_table as write_parquet
 from safetensors.torch import load_file, save_file
 
+from tests.data.media import video_of, write
 from toolkit.common.hf_loading import load_hf_processor
 from toolkit.evaluate.evaluation import read_answers
 
@@ -124,18 +124,8 @@ def damage(converted: Path, folder: Path) -> Path:
 
 def write_video(path: Path, image: Image.Image, frames: int) -> None:
     """Writes a video of an image that moves to the left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     whole = np.asarray(image.convert("RGB").resize((96 + frames, 64)))
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=8)
-        stream.width = 96
-        stream.height = 64
-        stream.pix_fmt = "yuv420p"
-        for i in range(frames):
-            container.mux(
-                stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(whole[:, i : i + 96])))
-            )
-        container.mux(stream.encode())
+    write(path, video_of((np.ascontiguousarray(whole[:, i : i + 96]) for i in range(frames)), rate=8))
 
 
 def video_mme(hub: Path) -> Path:

@@ -14,7 +14,6 @@ from megatron_vl.config import DataConfig, LoraConfig, ModelConfig
 from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.estimate.flops import needed_flops, row_sizes
 from megatron_vl.spec.families import read_spec
-from megatron_vl.system.errors import UsageError
 from tests.support import ranks
 from tests.support.ranks import call, run_module
 from tests.support.tiny_run import prepare
@@ -131,10 +130,3 @@ def test_bench_refuses_impossible_options(tiny_checkpoint, capsys, options, name
     model = ["--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
     assert main(["bench", *model, "--nproc-per-node", "1", *options]) != 0
     assert named in capsys.readouterr().err
-
-
-def test_fsdp2_times_random_rows_alone(tiny_checkpoint) -> None:
-    from benchmarks.fsdp2 import read_options
-
-    with pytest.raises(UsageError, match="only random rows are timed here"):
-        read_options(["--model.hf", str(tiny_checkpoint("qwen2_5_vl")), "--data.path", "."])

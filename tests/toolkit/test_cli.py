@@ -13,6 +13,7 @@ import torch
 
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, MANIFEST_VERSION, WEIGHTS_FORMAT
+from tests.data.media import write
 from tests.support.run_json import write_run_json
 from toolkit.cli import main
 
@@ -67,13 +68,10 @@ for words in wrong:
 def test_version_names_what_decides_the_numbers(capsys, monkeypatch):
     """Every line is a name and a version, whether Transformer Engine is installed or not."""
     assert main(["--version"]) == 0
+    names = ("megatron-vl", "megatron-core", "torch")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == [
-        f"{name} {metadata.version(name)}" for name in ("megatron-vl", "megatron-core", "torch")
-    ]
-
-    stated = {"transformer-engine-torch": "2.20.2"}
-    monkeypatch.setattr(metadata, "version", lambda name: stated[name])
+    assert lines[:3] == [f"{name} {metadata.version(name)}" for name in names]
+    monkeypatch.setattr(metadata, "version", {"transformer-engine-torch": "2.20.2"}.__getitem__)
     monkeypatch.setattr(metadata, "PackageNotFoundError", KeyError)
     assert main(["--version"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -134,9 +132,7 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     facts = {"format": 1, "step": 3, "layout": layout, "dp": 1, "num_workers": 2, "seq_len": 64}
     names = [*files, "weights/tp00_pp00.safetensors"]
     for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"x")
-
+        write(tmp_path / name, b"x")
     write_run_json(tmp_path, facts | {"files": files})
     manifest = {"format": WEIGHTS_FORMAT, "version": MANIFEST_VERSION, "kind": "shards"}
     manifest |= {"family": "qwen2_5_vl", "layout": {}, "lora": None, "hf_config": {}}
@@ -144,16 +140,10 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     manifest_path = tmp_path / "weights" / MANIFEST_FILE
     manifest_path.write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}))
     assert main(["checkpoint", "show", str(tmp_path)]) == 0
-    assert "missing: " not in capsys.readouterr().out
-
     for name in names:
         (tmp_path / name).unlink()
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert f"missing: {', '.join(sorted(names))}; go back to an earlier step" in capsys.readouterr().out
-
-    manifest_path.write_text("{}")
-    assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    assert "manifest.json is not a manifest of" in capsys.readouterr().err
     manifest_path.unlink()
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert "has no weights/manifest.json; go back to an earlier step" in capsys.readouterr().err

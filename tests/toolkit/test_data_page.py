@@ -6,26 +6,17 @@ import base64
 import io
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from megatron_vl.data.sample.grids import image_grid
-from megatron_vl.data.sample.images import image_planes
-from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
-from tests.data.media import encoded
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
-from toolkit.data.page import histogram_bars
-from toolkit.data.sample_view import planes_to_pixels
-from toolkit.data.statistics import escape_unprintable, read_quarantine
+from toolkit.data.statistics import read_quarantine
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 """HTML, a colour of the terminal, and a mark that turns the direction of writing."""
@@ -103,13 +94,6 @@ def test_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
     assert re.search("<mark>[^<]*Answer number 2.", text)
 
 
-def test_show_writes_the_sizes_that_are_missing(out, tmp_path, capsys):
-    bare = shutil.copytree(out, tmp_path / "bare", ignore=shutil.ignore_patterns("sizes"))
-    assert main(_words(bare, "--json")) == 0
-    assert json.loads(capsys.readouterr().out)["splits"]["train"]["samples"] == 10
-    assert list((bare / ".nv-meta/sizes").iterdir())
-
-
 def test_show_counts_all_samples_as_json_and_as_a_table(out, capsys):
     assert main(_words(out, "--json", "--global_batch_size", "1")) == 0
     whole = json.loads(capsys.readouterr().out)
@@ -136,30 +120,6 @@ def test_show_counts_all_samples_as_json_and_as_a_table(out, capsys):
     assert f"left out: {longer} ({longer}0.00%) longer than seq_len" in printed
     rows = int(re.search(r"one pass over the data is about (\d+) rows;", printed)[1])
     assert f"; a step of 8 rows reads the data about {8 / rows:.1f} times" in printed
-
-
-def test_page_that_cannot_be_written_is_refused(out, tmp_path, capsys):
-    assert main(_words(out, "--sample", "000000001", "--html", str(tmp_path / "page.txt"))) == 2
-    assert "must end in .html" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert main(_words(out, "--sample", "000000001", "--html", str(tmp_path / "file/page.html"))) == 1
-    assert "page.html cannot be written" in capsys.readouterr().err
-
-
-def test_dry_run_says_how_many_steps_a_pass_takes(out, tmp_path, capsys):
-    words = ["train", "--dry-run", "--data.path", str(out), "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
-    words += ["--data.pack", "false", "--data.seq_len", "700", "--nproc-per-node", "1"]
-    assert main(words) == 0
-    line = "one pass over the data is about 10 rows, 2 steps at global_batch_size 8 ("
-    assert line in capsys.readouterr().out
-    assert main([*words, "--data.path", str(out / "nowhere")]) == 1
-    assert "nowhere does not exist; give a folder" in capsys.readouterr().err
-
-    bare = shutil.copytree(out, tmp_path / "bare", ignore=shutil.ignore_patterns("sizes"))
-    assert main([*words, "--data.path", str(bare)]) == 0
-    printed = capsys.readouterr().out
-    assert "the steps of a pass over the data are not known" in printed
-    assert "megatron-vl data index" in printed
 
 
 def test_shown_sample_is_what_the_model_gets(out, capsys):
@@ -191,41 +151,6 @@ def test_show_explains_a_sample_that_is_left_out(out, capsys):
     assert "give --processor (or model.hf of a run)" in capsys.readouterr().err
 
 
-def test_show_takes_data_set_and_processor_of_a_run(out, tmp_path, capsys):
-    run = tmp_path / "run.yaml"
-    folder = tiny_checkpoint("qwen2_5_vl")
-    run.write_text(f"model: {{hf: {folder}}}\ndata: {{path: {out}, seq_len: 700}}\n")
-    assert main(["data", "show", "--config", str(run), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["seq_len"] == 700
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_images_on_the_page_are_the_pixels_of_the_row(family):
-    """Planes are put together again; an own resize with Pillow differs by rounding only."""
-    settings = read_pixel_settings(tiny_checkpoint(family))
-    data = encoded(75, 130, "png", seed=1)
-    grid = image_grid(75, 130, settings)
-    seen = planes_to_pixels(image_planes(data, grid, settings), grid, settings)
-    side = settings.patch_size
-    assert seen.shape == (1, 3, grid.h * side, grid.w * side)
-    with Image.open(io.BytesIO(data)) as image:
-        own = image.convert("RGB").resize((grid.w * side, grid.h * side), Image.Resampling.BICUBIC)
-    apart = (
-        seen[0].permute(1, 2, 0).int() - torch.tensor(list(own.getdata())).view(grid.h * side, -1, 3)
-    ).abs()
-    assert apart.max() <= 4 and apart.float().mean() < 0.6
-
-
-def test_bars_of_a_histogram_add_up():
-    values, equal = np.array([1] * 60 + [2] * 39 + [900]), np.full(100, 0.01)
-    shares, labels = zip(*histogram_bars(values, equal), strict=True)
-    assert labels == ("1: 60.00%", "2 or more: 40.00%") and shares == pytest.approx((0.6, 0.4))
-    assert histogram_bars(np.zeros(100, int), equal) == []
-    spread = histogram_bars(np.arange(100, 200), equal)
-    assert sum(share for share, _ in spread) == pytest.approx(1) and len(spread) == 30
-    assert spread[0][1] == "100 to 102: 3.00%" and spread[-1][1] == "195 to 198 or more: 5.00%"
-
-
 def test_damaged_quarantine_is_read_as_far_as_it_goes(out, tmp_path):
     run = tmp_path / "quarantine.jsonl"
     line = {"file": "in.json", "record": 1, "id": "", "reason": "r", "detail": "d"}
@@ -235,7 +160,3 @@ def test_damaged_quarantine_is_read_as_far_as_it_goes(out, tmp_path):
 
     ((reason, (count, examples)),) = read_quarantine(out).items()
     assert (reason, count) == ("medium missing", 1) and "record 11, id 7" in examples[0][0]
-
-
-def test_unprintable_characters_are_spelled_out():
-    assert escape_unprintable("a\x1b\u202e") == "a\\u001b\\u202e"

@@ -101,19 +101,6 @@ def test_demo_fails_if_a_resumed_run_does_not_repeat_its_losses():
     assert not repeated[2] and not fallen[2] and not dropped[2]
 
 
-def test_demo_compares_answers(tmp_path):
-    taught = [*ANSWER_BY_IMAGE.values(), "Red."]
-    lines = [{"reference": answer, "answer": answer} for answer in taught]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert [check[1:] for check in command.check_answers(tmp_path / "a.jsonl")] == [
-        ("5 of 5", True),
-        ("1 of 1", True),
-    ]
-    lines[2]["answer"] = "A cat."
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert command.check_answers(tmp_path / "a.jsonl")[0][1:] == ("4 of 5", False)
-
-
 @pytest.mark.ranks
 def test_demo_replaces_an_earlier_demo_but_nothing_else(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")

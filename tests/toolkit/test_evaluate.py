@@ -260,18 +260,3 @@ def test_table_that_cannot_be_scored_is_refused(tmp_path, rows, message):
     with pytest.raises(SystemExit):
         _read_dataset(job, lambda name: table)
     assert message in (tmp_path / UNUSABLE_FILE).read_text()
-
-
-@pytest.mark.eval
-@pytest.mark.slow
-def test_evaluate_names_a_missing_library(original, converted, table, tmp_path, capsys, monkeypatch):
-    broken = tmp_path / "site"
-    broken.mkdir()
-    (broken / "cv2.py").write_text('raise ImportError("libGL.so.1: cannot open shared object file")\n')
-    monkeypatch.setenv("PYTHONPATH", str(broken))
-    monkeypatch.setenv("LMUData", str(table.parent))
-    folders = ["--original", str(original), "--converted", str(converted)]
-    assert main(["evaluate", *folders, "--data", "photographs", "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr().err
-    assert "\nVLMEvalKit runs " in said
-    assert "libGL.so.1: cannot open shared object file" in said and "libgl1" in said

@@ -83,18 +83,6 @@ def test_generate_of_transformers_goes_on_after_the_largest_position(family: str
     assert kept.argmax(-1).tolist() == new.tolist()
 
 
-def test_parity_gives_positions_where_there_are_videos(tiny_checkpoint) -> None:
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    spec = read_spec(hf)
-    norm = read_pixel_norm(hf)
-    assert "position_ids" not in hf_inputs([make_sample("two_images", spec, 0)], spec, norm)
-    sample = make_sample("mixed", spec, 0)
-    given = hf_inputs([sample], spec, norm)["position_ids"]
-    assert given[:, 0].T.tolist() == positions_one_by_one(
-        sample.token_ids, [item.grid_thw for item in sample.media_items], spec
-    )
-
-
 def test_tokens_around_a_video_are_removed_for_qwen3_vl() -> None:
     tokens = {
         "video_token": "<|video_pad|>",

@@ -6,10 +6,8 @@ import http.server
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
 from tests.support.ranks import run_module
 from toolkit.cli import main
-from toolkit.train import dry_run, prepare
+from toolkit.train import prepare
 from toolkit.train.options import TrainOptions
 from toolkit.train.prepare import (
     PrepareError,
@@ -106,42 +104,10 @@ def test_validation_split_is_part_of_what_was_converted(
     assert "6 of 6 records converted, 3 of them for validation" in capsys.readouterr().err
     with pytest.raises(PrepareError, match="was converted with --val-fraction 0.5, not unset"):
         prepared(records, model)
-    # An earlier version wrote no share, and null for an option that was not given.
-    source_file = tmp_path / "runs/conversations/data/source.json"
-    source = json.loads(source_file.read_text()) | {"columns": None}
-    source_file.write_text(json.dumps({name: source[name] for name in source if name != "val_fraction"}))
-    prepared(records, model)
-    source_file.write_text(json.dumps(source))
     other = questions(tmp_path / "other", image="media/dot.png", count=5)
     known = rf"was converted from other records \({records}\) than {other} holds now"
     with pytest.raises(PrepareError, match=known):
         prepared(other, model, val_fraction=0.5)
-    source_file.write_text(json.dumps({name: source[name] for name in source if name != "path"}))
-    with pytest.raises(PrepareError, match=rf"was converted from other records than {other} holds now"):
-        prepared(other, model, val_fraction=0.5)
-
-
-def test_dry_run_that_is_ended_leaves_no_folder(tmp_path, tiny_checkpoint, monkeypatch) -> None:
-    """SIGTERM comes while the run is shown, and its first records are in a temporary folder."""
-    records, temporary = questions(tmp_path / "raw", image="media/dot.png"), tmp_path / "tmp"
-    temporary.mkdir()
-    model = tiny_checkpoint("qwen2_5_vl")  # first: it is kept for other tests, in the usual folder
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-
-    def be_ended(*_: object) -> None:
-        assert list(temporary.glob("tmp*"))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(dry_run, "show_dry_run", be_ended)
-    words = ["--model.hf", str(model), "--checkpoint.dir", str(tmp_path / "run")]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
-            main(["train", "--dry-run", "--data.path", str(records), *words])
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert not list(temporary.glob("tmp*"))
 
 
 def test_dry_run_answers_for_records_that_no_start_has_converted(
@@ -216,26 +182,6 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
     assert main([*dry_run, template]) == 0 and "8 rows, 16,384 tokens" in capsys.readouterr().out
 
 
-def test_two_starts_do_not_convert_into_one_folder(tmp_path: Path):
-    records, dataset_dir = questions(tmp_path / "raw"), tmp_path / "run" / "data"
-    dataset_dir.parent.mkdir()
-    other_start = f"""
-from pathlib import Path
-from megatron_vl.system.partial_folder import open_partial_folder
-with open_partial_folder(Path({str(dataset_dir)!r})):
-    print("begun", flush=True)
-    input()
-"""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", other_start], text=True, **pipes) as other:
-        assert other.stdout.readline() == "begun\n"
-        with pytest.raises(
-            PrepareError, match=r"written by process \d+ on .*, or give another checkpoint.dir"
-        ):
-            convert_once(records, dataset_dir, TrainOptions(fields=[]))
-        other.communicate("\n")
-
-
 def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # What an earlier start left is not taken: the first node is about to replace it.
     (tmp_path / "data").mkdir()
@@ -258,22 +204,6 @@ def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.Capture
 )  # fmt: skip
 def test_files_of_records_are_recognised(path: str, expected: bool):
     assert is_records(path) is expected
-
-
-def test_advice_fits_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    records = tmp_path / "a.json"
-    records.write_text(json.dumps([{"question": "a", "reply": "b"}]))
-    with pytest.raises(PrepareError, match="'question', 'reply'") as refusal:
-        convert_once(records, Path("runs/a/data"), TrainOptions(fields=[]))
-    assert "--media-root" not in str(refusal.value)
-
-
-def test_keys_without_effect_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    records = tmp_path / "a.json"
-    records.write_text(json.dumps([{"query": "a", "response": "b", "fps": 2}]))
-    convert_once(records, tmp_path / "data", TrainOptions(fields=[]))
-    assert "ignored: fps in 1 record (data.video_fps of the run applies)" in capsys.readouterr().err
 
 
 def test_folders_of_records_are_no_data_sets(tmp_path: Path):

@@ -87,14 +87,6 @@ def test_second_rollback_to_a_step_has_a_folder_of_its_own(run: Path) -> None:
     }
 
 
-def test_rollback_to_the_newest_step_moves_lines_alone(run: Path) -> None:
-    assert roll_back(run, 8) == run / "abandoned" / "after_step_00000008"
-    assert sorted(files(run / "abandoned")) == ["after_step_00000008"] + [
-        f"after_step_00000008/{name}" for name in sorted(LOGS)
-    ]
-    assert roll_back(run, 8) is None and [saved.step for saved in saved_checkpoints(run)] == list(STEPS)
-
-
 def test_rollback_continues_after_a_kill_between_any_two_renames(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from converters.convert import convert_weights
 from megatron_vl.config import parse_config
-from megatron_vl.estimate.memory import StageMemory
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
 from tests.converters.peft_models import peft_folder
@@ -23,7 +22,6 @@ from tests.support.planned import planned_run
 from tests.support.ranks import run_module
 from tests.support.tiny_run import environment, metrics, options_of, prepare, train
 from toolkit.cli import main
-from toolkit.common.memory_table import memory_table, wide_console
 from toolkit.train import command, dry_run
 from toolkit.train.launch_environment import LaunchEnvironment, first_host, read_launch_environment
 from toolkit.train.options import TrainOptions
@@ -52,15 +50,9 @@ def test_first_host_of_a_slurm_list(nodelist, host):
     assert first_host(nodelist) == host
 
 
-def test_shell_and_batch_script_start_the_ranks_themselves():
-    assert read_launch_environment({}) == LaunchEnvironment()
-    assert (
-        read_launch_environment({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"})
-        == LaunchEnvironment()
-    )  # sbatch without srun
-
-
 def test_ranks_of_torchrun_and_slurm_are_found():
+    script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}  # sbatch without srun
+    assert read_launch_environment({}) == read_launch_environment(script) == LaunchEnvironment()
     assert read_launch_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}).is_rank
     tasks = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
     slurm = read_launch_environment(STEP | tasks)
@@ -156,17 +148,6 @@ def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
     assert done.stdout.splitlines() == ["False False"] * len(problems), done.stdout + done.stderr
     for said, problem in zip(done.stderr.splitlines(), problems, strict=True):
         assert problem in said
-
-
-def test_missing_inputs_are_refused_before_anything_starts(started, inputs, capsys, tmp_path):
-    ranks = ["train", "--nproc-per-node", "2", *inputs]
-    assert main([*ranks, "--data.path", str(tmp_path / "none")]) == 1
-    err = capsys.readouterr().err
-    assert "none does not exist; give a folder written by `megatron-vl data convert`" in err
-    assert main([*ranks, "--model.hf", str(tmp_path)]) == 1
-    err = capsys.readouterr().err
-    assert f"model.hf {tmp_path} holds no config.json" in err and "rank" not in err
-    assert started == []
 
 
 def test_train_starts_the_ranks_of_several_nodes(started, inputs, capsys):
@@ -267,16 +248,6 @@ def test_dry_run_on_cpu_estimates_no_gpus(large):
     printed = large("--parallel.layers", "auto", "--platform", "cpu", ranks=32)
     assert "the estimate is made for GPUs" in printed
     assert "\nfits: " not in printed and "estimated on" not in printed
-
-
-def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "80")
-    stages = [StageMemory(pipeline_stage=0, host_bytes=2.0**30), StageMemory(pipeline_stage=1)]
-    for shown in (stages[1:], stages):
-        wide_console().print(memory_table([stage.as_json() for stage in shown], "Memory"))
-        heading = next(line for line in capsys.readouterr().out.splitlines() if "stage" in line)
-        words = ("in flight", "gradients", "optimizer", "activations", "workspace", "total")
-        assert all(word in heading for word in words) and ("host" in heading) == (shown == stages)
 
 
 @pytest.fixture(scope="module")
