@@ -163,9 +163,6 @@ class ParallelConfig:
     """Expert tensor parallel size (ranks that share each expert's matrices). It is independent of tp."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel blocks along the sequence (needs tp > 1)."""
-    tp_comm_overlap: bool = False
-    """Overlap the tensor-parallel collectives of decoder layers
-    with their matrix products (CUDA; needs sequence_parallel)."""
     distributed_optimizer: bool = True
     """Spread optimizer state over data-parallel ranks (ZeRO-1)."""
 
@@ -198,7 +195,7 @@ class RecomputeConfig:
     language_modules: list[str] = option(["core_attn"])
     """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP: costs
     almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine, and does
-    nothing in dense layers with FP8 or parallel.tp_comm_overlap)."""
+    nothing in dense layers with FP8)."""
     vision: Literal["none", "activation", "full"] = "none"
     """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
     keep: list[str] = option([])

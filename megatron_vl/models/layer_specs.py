@@ -138,8 +138,7 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
     from megatron.core.transformer.identity_op import IdentityOp
 
     add_attention: Any = add_to_residual
-    # With overlapped collectives, Transformer Engine's own norms write into a buffer of all ranks.
-    if config.bf16 and not config.tp_comm_overlap:
+    if config.bf16:
         layer_norm = expert_norm = ResidualNorm
         # Core keeps the input of a norm that it computes again, so that must be a tensor.
         if not recomputes_norms(config):

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_vl.parallel import failures, tp_overlap
+from megatron_vl.parallel import failures
 from megatron_vl.parallel.joining import join_store, raise_open_file_limit
 from megatron_vl.parallel.process_groups import cache_core_groups, cached_group, destroy_groups, keep_groups
 from megatron_vl.platform import Platform
@@ -191,7 +191,6 @@ def _initialize_core_groups(layout: Layout) -> None:
     from megatron.core import parallel_state as mpu
 
     if mpu.model_parallel_is_initialized():
-        tp_overlap.stop_overlap()
         mpu.destroy_model_parallel()  # drops core's references to groups
     with cache_core_groups():  # all ranks start a layout together
         mpu.initialize_model_parallel(
