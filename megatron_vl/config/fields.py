@@ -396,8 +396,7 @@ class FailuresConfig:
     """Seconds without progress on any rank (no row, no micro-batch, no part of a file) after which the run
     ends with a message. Until the first step is done, while kernels are compiled, and while training waits
     for the disk to confirm a file of a checkpoint, the limit is three times as long and at least five
-    minutes. A Python debugger stops the clock; set 0 for one that stops processes (gdb). 0: only the
-    collectives' own limit of 30 minutes applies."""
+    minutes. 0: only the collectives' own limit of 30 minutes applies, as a debugger needs it."""
     check_memory: bool = True
     """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start
     anyway, with a note."""

@@ -49,9 +49,6 @@ def language_config(
 ) -> TransformerConfig:
     """The language model's config, which also controls the pipeline schedules and gradient finalisation.
 
-    Args:
-        aux_loss_coefficient: coefficient of the experts' load-balancing loss; 0: none.
-
     Raises:
         RunConfigError: the platform or the model does not support a setting.
     """

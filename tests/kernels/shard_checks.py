@@ -59,7 +59,7 @@ def mixed(inputs: list[Tensor], segments: Tensor, exchange: ShardExchange | None
     convolved = causal_conv(qkv, weight, segments, exchange=exchange)
     q, k, v = convolved.split(CHANNELS, dim=-1)
     heads = [t.unflatten(-1, (n, -1)) for t, n in ((q, KEY_HEADS), (k, KEY_HEADS), (v, VALUE_HEADS))]
-    return gated_delta_rule(*heads, g, beta, segments, exchange=exchange)[0]
+    return gated_delta_rule(*heads, g, beta, segments, exchange=exchange)
 
 
 def results(
