@@ -93,20 +93,19 @@ class HfExporter:
         """
         if self._export_queue:
             _print_message(f"waiting for the export of step {self._queued_steps()}")
-        self.advance()
-        while self._export_process is not None:
+        while self._export_queue:
             if should_stop():
                 return self.stop_exports()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._export_process.wait(0.2)
             self.advance()
+            if self._export_process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._export_process.wait(0.2)
 
     def stop_exports(self) -> None:
-        """Ends the current export, and starts no further ones."""
+        """Ends the current export. The checkpoints stay listed, so that the next start still has them."""
         if not self._export_queue:
             return
         _print_message(f"the export of step {self._queued_steps()} is left to the next start of this run")
-        self._export_queue.clear()
         process, self._export_process = self._export_process, None
         if process is None:
             return
