@@ -26,7 +26,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from megatron_vl.kernels.attention.tower_attention import segment_attention, tower_attention
+from megatron_vl.kernels.attention.tower_attention import tower_attention
 from megatron_vl.kernels.attention.tower_backward import launch_key_grad, launch_query_grad
 from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
 from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, KernelTile
@@ -88,10 +88,8 @@ class Case:
         query, key, value = self.split(qkv, rotated)
         return varlen_attn(query, key, value, self.cu, self.cu, self.longest, self.longest).flatten(1)
 
-    def ours(self, qkv: Tensor, rotated: bool) -> Tensor:
-        if rotated:
-            return tower_attention(qkv, self.cos, self.sin, self.cu, self.dim)
-        return segment_attention(*self.split(qkv, False), self.cu).flatten(1)
+    def ours(self, qkv: Tensor) -> Tensor:
+        return tower_attention(qkv, self.cos, self.sin, self.cu, self.dim)
 
     def windows(self, qkv: Tensor) -> Tensor:
         return window_attention(qkv, self.cos, self.sin, self.cu, self.longest, self.dim)
@@ -223,9 +221,8 @@ def main() -> None:
         if i == 0:
             sweep(case)
         case.report("FlashAttention-2", partial(case.flash, rotated=False), False)
-        case.report("ours", partial(case.ours, rotated=False), False)
         case.report("FlashAttention-2 and fused RoPE", partial(case.flash, rotated=True), True)
-        case.report("ours, RoPE in the kernels", partial(case.ours, rotated=True), True)
+        case.report("ours, RoPE in the kernels", case.ours, True)
         if dim % 16 == 0:
             case.report("cuDNN (Transformer Engine)", transformer_engine(case), False, once=True)
 

@@ -167,7 +167,6 @@ IMPOSSIBLE = [
     ("--parallel.vpp 2", 1, "parallel.vpp 2 needs pp of at least 2"),
     ("--parallel.vpp 2 --parallel.pp 4 --global_batch_size 6", 4, r"multiple of pp \(4\)"),
     ("--parallel.sequence_parallel true", 1, "needs parallel.tp of at least 2"),
-    ("--parallel.tp_comm_overlap true --parallel.tp 2", 2, "_overlap needs parallel.sequence_parallel"),
     ("--parallel.sequence_parallel true --parallel.tp 2 --data.seq_len 33", 2, "data.seq_len 33"),
     ("--parallel.layers [1,3]", 1, "has 2 entries; pp 1 x vpp 1 needs 1"),
     ("--optimizer.lr -1", 1, "optimizer.lr -1.0 must be at least 0"),

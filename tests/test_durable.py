@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.system import durable_files, progress
+from megatron_vl.system import durable_files
 from megatron_vl.training.state.optimizer_state import SavedTensor, write_hashed_safetensors
 from megatron_vl.weights.tensor_files import TensorWriter, make_safetensors_header
 from tests.disk import Disk
@@ -58,18 +58,3 @@ def test_new_folders_and_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert disk.lost(tmp_path / "a") == ["b: the name file", "b: the content of file"]
     durable_files.fsync_tree(tmp_path / "a")
     assert disk.lost(tmp_path / "a") == []
-
-
-def test_large_file_is_flushed_in_pieces_that_count_as_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(durable_files, "FLUSH_PIECE_BYTES", 1 << 20)
-    path, disk, before = tmp_path / "file", Disk(monkeypatch), progress.current_progress.progress_count
-    with path.open("wb") as file:
-        file.write(bytes(5 << 20))
-        file.flush()
-        durable_files.fsync_file(file.fileno(), path)
-    durable_files.fsync_path(tmp_path)
-    assert disk.lost(tmp_path) == []
-    assert progress.current_progress.progress_count - before >= 5
-    assert progress.current_progress.syncing_file == ""

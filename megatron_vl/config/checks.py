@@ -92,10 +92,6 @@ def _check_row_sharing(config: TrainConfig) -> None:
         sequence_parallel and seq_len % tp,
         f"data.seq_len {seq_len} must be a multiple of parallel.tp {tp} with sequence_parallel",
     )
-    _refuse_if(
-        parallel.tp_comm_overlap and not sequence_parallel,
-        "parallel.tp_comm_overlap needs parallel.sequence_parallel",
-    )
     gathered_parts = tp if sequence_parallel else 1
     tensor_text = f" x tp {tp} with sequence_parallel" if sequence_parallel else ""
     _refuse_if(

@@ -163,9 +163,6 @@ class ParallelConfig:
     """Expert tensor parallel size (ranks that share each expert's matrices). It is independent of tp."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel blocks along the sequence (needs tp > 1)."""
-    tp_comm_overlap: bool = False
-    """Overlap the tensor-parallel collectives of decoder layers
-    with their matrix products (CUDA; needs sequence_parallel)."""
     distributed_optimizer: bool = True
     """Spread optimizer state over data-parallel ranks (ZeRO-1)."""
 
@@ -198,7 +195,7 @@ class RecomputeConfig:
     language_modules: list[str] = option(["core_attn"])
     """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP: costs
     almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine, and does
-    nothing in dense layers with FP8 or parallel.tp_comm_overlap)."""
+    nothing in dense layers with FP8)."""
     vision: Literal["none", "activation", "full"] = "none"
     """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
     keep: list[str] = option([])
@@ -399,8 +396,7 @@ class FailuresConfig:
     """Seconds without progress on any rank (no row, no micro-batch, no part of a file) after which the run
     ends with a message. Until the first step is done, while kernels are compiled, and while training waits
     for the disk to confirm a file of a checkpoint, the limit is three times as long and at least five
-    minutes. A Python debugger stops the clock; set 0 for one that stops processes (gdb). 0: only the
-    collectives' own limit of 30 minutes applies."""
+    minutes. 0: only the collectives' own limit of 30 minutes applies, as a debugger needs it."""
     check_memory: bool = True
     """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start
     anyway, with a note."""

@@ -17,7 +17,6 @@ TESTED_CORE_VERSIONS = ("0.19.2",)
 """The versions of Megatron-core with which the whole test suite and the GPU runs have passed."""
 
 UNTESTED_CORE_VARIABLE = "MEGATRON_VL_UNTESTED_CORE"
-"""Environment variable: if it is 1, any version of Megatron-core is accepted."""
 
 
 class CoreVersionError(UserError):

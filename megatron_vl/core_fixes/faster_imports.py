@@ -151,7 +151,6 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "transformers.utils.import_utils": _asking_for_packages_later,
     "transformers.generation.candidate_generator": _without_sklearn,
 }
-"""The context in which each module is imported."""
 
 
 def install_finders() -> None:

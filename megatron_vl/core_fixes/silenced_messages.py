@@ -18,7 +18,6 @@ IGNORED_WARNINGS = (
     # refused earlier.
     ".*`sequence_parallel` is set to `True`, but tensor model parallel size is 1.*",
 )
-"""Patterns of warnings to ignore."""
 
 QUIET_LOGGERS = (
     # GPTModel announces its deprecation.
@@ -28,7 +27,6 @@ QUIET_LOGGERS = (
     # Core's imports look for a CUDA toolkit. Without a GPU there is none, and nothing is compiled.
     "torch.utils.cpp_extension",
 )
-"""Loggers of which only errors are shown."""
 
 
 def silence_messages() -> None:

@@ -181,8 +181,7 @@ def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
         largest_vpp = min(LARGEST_VPP, language.num_layers // pp) if pp > 1 else 1
         for vpp, etp in itertools.product(_powers_of_two(largest_vpp), expert_tensor_sizes):
             sizes: dict[str, Any] = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "layers": None}
-            overlaps = parallel.tp_comm_overlap and tp > 1
-            yield dataclasses.replace(parallel, **sizes, sequence_parallel=tp > 1, tp_comm_overlap=overlaps)
+            yield dataclasses.replace(parallel, **sizes, sequence_parallel=tp > 1)
 
 
 def _powers_of_two(largest: int) -> list[int]:

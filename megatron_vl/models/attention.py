@@ -37,7 +37,6 @@ from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, t
 from megatron_vl.models.kept_outputs import keep_output, known_output
 
 LARGEST_GRADIENT_ERROR = 0.02
-"""Largest relative error of gradients with which a backend may be used."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 """(query [S, h, d], key [K, g, d], value [K, g, d], segments, causal) -> [S, h, d]
@@ -54,7 +53,6 @@ class PackedRow(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     full_segments: Segments | None = None
-    """The segments of full attention."""
     window_segments: Segments | None = None
     """The segments of window attention, in a tower with windows."""
     cos_sin: tuple[Tensor, Tensor] | None = None
@@ -72,8 +70,6 @@ class PackedAttention(nn.Module):
     divide among all ranks (``pg_collection.hcp``), ranks also gather keys and values.
 
     Args:
-        backend: a result of :func:`choose_backend`.
-        causal: whether to use a causal mask, as in the language model; the vision tower has none.
         windowed: says whether a zero-based layer attends within windows.
         rope_scale: (number of a query's first elements, their factor). It is YaRN's attention factor of both
             query and key, because fused rotary kernels take only angles, and logits are all that either
@@ -105,7 +101,8 @@ class PackedAttention(nn.Module):
         self.windowed = windowed(layer_number - 1)
         self.causal = causal
         self.rope_scale = rope_scale
-        self.backend_function = make_backend(backend)
+        if backend != "triton":  # TowerSelfAttention calls those kernels itself
+            self.backend_function = make_backend(backend)
         self.cp_group = pg_collection.cp
         nested_groups = getattr(pg_collection, "hcp", None)
         self.head_group, self.key_group = nested_groups or (self.cp_group, self.cp_group)
@@ -183,9 +180,6 @@ def flash_attention_is_right(heads_per_group: int, head_dim: int, gathers_keys: 
     """Compares FlashAttention-4's gradients with float32 on this GPU, which takes seconds to compile.
 
     The kernels that it compiles are those of the run.
-
-    Args:
-        gathers_keys: whether sequences have more keys than queries, under context parallelism.
     """
     # A comparison with NaN is false too.
     return largest_gradient_error(heads_per_group, head_dim, gathers_keys) <= LARGEST_GRADIENT_ERROR
@@ -199,7 +193,6 @@ def make_backend(backend_name: str) -> Backend:
         "sdpa": _attend_with_sdpa,
         "torch_varlen": _attend_with_torch_varlen,
         "flash_attn": _attend_with_flash_attn,
-        "triton": _attend_with_triton,
     }
     return backend_functions[backend_name]
 
@@ -257,15 +250,6 @@ def _attend_with_flash_attn(
     result = packed_causal_attention(query, key, value, *segments.varlen_arguments, known_result=known)
     keep_output("attention", "attention", result)
     return result[0]
-
-
-def _attend_with_triton(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
-) -> Tensor:
-    from megatron_vl.kernels.attention.tower_attention import segment_attention
-
-    assert not causal, "for towers only"
-    return segment_attention(query, key, value, segments.cu_seqlens)
 
 
 class _TransformerEngineBackend:

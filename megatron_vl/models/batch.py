@@ -26,7 +26,6 @@ class KeySegments:
     """int32 [segments + 1], ascending from 0 to the number of keys, on the device. Each sequence ends with
     the last of its queries."""
     max_seqlen: int
-    """Number of keys of the longest sequence."""
     row_tokens: slice
     """The tokens of the row whose keys these are, known on the host."""
 
@@ -56,10 +55,6 @@ class Segments:
         """A copy with segments of padding at the end, none longer than the longest of the others.
 
         So a kernel whose tiles depend on ``max_seqlen`` keeps them.
-
-        Args:
-            total_length: number of elements of all segments, the new ones included.
-            padding_length: number of elements of the new segments; may be 0.
         """
         length = max(self.max_seqlen, 1)
         first_end = total_length - padding_length + length
@@ -81,7 +76,6 @@ class RowShard:
     segments: Segments
     """The bounds of the row's sequences within the shard, from 0 to S / cp; those outside it are left out."""
     route: ShardRoute
-    """How the row's sequences cross the edges of the shard."""
 
 
 @dataclass
@@ -95,7 +89,6 @@ class WholeRow:
     cu_seqlens: Tensor
     """int32 [segments + 1]"""
     part: slice = slice(None)
-    """This rank's tokens."""
 
     @functools.cached_property
     def two_ahead(self) -> tuple[Tensor, Tensor]:
@@ -151,14 +144,11 @@ class DeviceRow:
     """int32 [segments]: the number in the blend of each segment's source, -1 for the padded tail; None if the
     data set is no blend. Under context parallelism, those of the shard's segments."""
     shard: RowShard | None = None
-    """This rank's part of the row under context parallelism; otherwise None."""
     feature_route: FeatureRoute | None = None
     """The way of features from the tower to placeholders, on the first stage under context parallelism, if
     the row has images and the tower is on the first stage; otherwise None."""
     whole_row: WholeRow | None = None
-    """For multi-token prediction."""
     mtp_weight: Tensor | float = 1.0
-    """The factor of the sum of multi-token prediction's losses."""
 
     @property
     def local_segments(self) -> Segments:

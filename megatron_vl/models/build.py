@@ -29,7 +29,6 @@ from megatron_vl.models.rotary_embedding import MultimodalRope
 from megatron_vl.models.transformer_configs import language_config, vision_config
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageModel
-from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.process_groups import group_of_this_rank, nested_context_groups
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
@@ -100,14 +99,6 @@ class _ModelBuilder:
         self.core_config = language_config(
             platform, spec, layout, config, aux_loss_coefficient=aux_loss(spec, config.model)[0]
         )
-        if self.core_config.tp_comm_overlap:
-            tp_overlap.start_overlap(
-                config.data.seq_len // layout.cp,
-                spec.language.hidden_size,
-                layout.tp,
-                self.dtype,
-                fp8=self.core_config.fp8 is not None,
-            )
 
     def build_chunk(self, virtual_stage: int) -> VisionLanguageModel:
         """This rank's part of the language model on a virtual stage, with the tower if it stands there."""

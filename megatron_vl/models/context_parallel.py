@@ -38,9 +38,7 @@ class FeatureRoute:
     send_order: Tensor
     """int64 [n], on the device: this rank's features, sorted by the rank that needs them."""
     sent: list[int]
-    """Number of features that this rank sends to each context-parallel rank."""
     received: list[int]
-    """Number of features that this rank receives from each context-parallel rank."""
 
 
 def exchange_features(features: Tensor, route: FeatureRoute, group: dist.ProcessGroup) -> Tensor:

@@ -40,13 +40,11 @@ class StepVision:
     """
 
     device_rows: list[DeviceRow]
-    """The rows of the step on this rank."""
     features_per_rank: list[int]
     """Number of features that each rank of the replica computes, by rank in the replica's group."""
     features_per_row: list[int]
     """Number of features of each row; under context parallelism, of this rank's part of it."""
     local_frames: TowerFrames
-    """The frames of this rank's share."""
     plane_bounds: Array
     """int64 [F, 2]: for each frame of the share, its first plane and the one after its last."""
     planes: Tensor
@@ -116,9 +114,6 @@ class DecoupledTower:
     """Runs this rank's tower on the images of a step.
 
     Each method is one part of a step, which ``megatron-vl bench`` times.
-
-    Args:
-        tower_module: the tower, equal on all ranks.
     """
 
     def __init__(
@@ -149,10 +144,6 @@ class DecoupledTower:
         """Computes the features of a step and attaches them to the rows of the first stage.
 
         Collective over the replica.
-
-        Args:
-            step_rows: the rows of a step.
-            is_training: whether :meth:`backward` will follow.
         """
         step_vision = step_rows[0].step_vision
         if is_training and self.ddp is not None:
@@ -252,13 +243,7 @@ class DecoupledTower:
         return self.module.vision_model(tower_input)
 
     def backward_call(self, input_features: list[Tensor], patch_slice: slice, local_gradient: Tensor) -> None:
-        """Runs the backward pass of one input.
-
-        Args:
-            input_features: the input's features, one tensor for each level.
-            patch_slice: the input's slice of the share's patches.
-            local_gradient: the gradient of all features of this rank, [n, 1 + levels, H].
-        """
+        """Runs the backward pass of one input."""
         self.on_backward_call()
         merge_unit = self.vision.merge_unit
         input_gradient = local_gradient[patch_slice.start // merge_unit : patch_slice.stop // merge_unit]
@@ -326,7 +311,6 @@ def exchange_with_first(
         local_part: this rank's part if parts are gathered. If they are scattered, all parts on the first
             rank, and an empty tensor elsewhere.
         rank_sizes: length of each rank's part in dim 0.
-        should_gather: whether parts are gathered. Otherwise, they are scattered.
 
     Returns:
         If gathered, all parts on the first rank, and an empty tensor elsewhere. If scattered, this rank's

@@ -153,7 +153,7 @@ class GatedDeltaNet(nn.Module):
         # The logarithm of the decay is float32; both are [S, value heads].
         log_decay = -self.A_log.float().exp() * F.softplus(decay_input.float() + self.dt_bias)
         heads, beta = self._split_heads(convolved_qkv), beta_input.sigmoid()
-        head_outputs, _ = gated_delta_rule(*heads, log_decay, beta, segment_ids, exchange=exchange)
+        head_outputs = gated_delta_rule(*heads, log_decay, beta, segment_ids, exchange=exchange)
 
         weight = self.out_norm.weight
         if not self.config.sequence_parallel:

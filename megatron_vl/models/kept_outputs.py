@@ -20,7 +20,6 @@ from torch import nn
 _kinds: Collection[str] = ()
 """What the layer that runs now keeps."""
 _outputs: dict[Any, Any] = {}
-"""The outputs of this layer for the current micro-batch."""
 
 
 def is_recomputing() -> bool:

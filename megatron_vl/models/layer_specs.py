@@ -117,13 +117,10 @@ class _LayerModules(NamedTuple):
     expert_norm: Any
     """The norm before experts. It is always separate, because the router also reads its output."""
     head_norm: Any
-    """The norm of queries and keys; None if the model has none."""
     final_norm: Any
-    """The norm after the last layer."""
     add_attention: Any
     """Core's ``get_bias_dropout_add``, or what stands for it, after attention."""
     add_mlp: Any
-    """The same after an MLP or experts."""
 
 
 def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModules:
@@ -138,8 +135,7 @@ def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModul
     from megatron.core.transformer.identity_op import IdentityOp
 
     add_attention: Any = add_to_residual
-    # With overlapped collectives, Transformer Engine's own norms write into a buffer of all ranks.
-    if config.bf16 and not config.tp_comm_overlap:
+    if config.bf16:
         layer_norm = expert_norm = ResidualNorm
         # Core keeps the input of a norm that it computes again, so that must be a tensor.
         if not recomputes_norms(config):
@@ -179,18 +175,11 @@ def transformer_block_spec(
     """The layers of one TransformerBlock: pre-norm packed self-attention and an MLP (or experts).
 
     Args:
-        num_layers: number of layers in this block, which belong to one pipeline chunk.
         attention_backend: a result of :func:`megatron_vl.models.attention.choose_backend`.
         is_windowed_layer: says whether a zero-based global layer attends within windows.
-        causal: whether tokens attend only to themselves and earlier ones, as in the language model.
-        num_deepstack_levels: number of levels of visual features that the model's first layers add to their
-            output.
         fused_windows: whether window layers use the fused kernel (CUDA).
-        recompute_activation: whether activations of the MLP are recomputed in the backward pass.
         layers_with_experts, layers_with_linear_attention: for each layer of this block, whether it has
             experts instead of an MLP, and linear attention; empty if no layer has.
-        linear_attention: the sizes of linear attention, for models that have it.
-        rope_scale: see :class:`~megatron_vl.models.attention.PackedAttention`.
     """
     layer_modules = _layer_modules(platform, config)
     core_attention = partial(

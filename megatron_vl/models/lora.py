@@ -48,12 +48,7 @@ class _Factor(nn.Module):
 
 
 class _FusedFactor(_Factor):
-    """B of several released matrices, whose rows are in the order of the fused tensor.
-
-    Args:
-        part_ranks: rank of each released matrix that has an adapter.
-        part_masks: bool [parts, rows, 1], the rows of each of them.
-    """
+    """B of several released matrices, whose rows are in the order of the fused tensor."""
 
     def __init__(self, initial_value: Tensor, part_ranks: list[int], part_masks: Tensor) -> None:
         super().__init__(initial_value)
@@ -75,7 +70,6 @@ class LinearAdapter(nn.Module):
 
     Args:
         linear: the layer, whose process group and sequence parallelism are those of its adapter.
-        factor_a, factor_b: this rank's shards of the factors.
     """
 
     def __init__(
@@ -181,9 +175,6 @@ def seed_dropout(seed: int, step: int) -> None:
     """Seeds the dropout of a step, so that a step has the same masks after a resume.
 
     Ranks with other tokens draw other masks.
-
-    Args:
-        step: zero-based.
     """
     from megatron.core import parallel_state as mpu
 
@@ -194,12 +185,7 @@ def seed_dropout(seed: int, step: int) -> None:
 
 
 class AdaptedModel:
-    """Attaches the adapters of a run to the modules of a built model.
-
-    Args:
-        sharding: how the layout cuts tensors.
-        tp_rank, etp_rank: this rank's numbers in tensor and expert tensor parallelism.
-    """
+    """Attaches the adapters of a run to the modules of a built model."""
 
     def __init__(
         self, spec: ModelSpec, config: TrainConfig, sharding: Sharding, *, tp_rank: int, etp_rank: int

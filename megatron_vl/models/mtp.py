@@ -37,10 +37,7 @@ class MultiTokenPrediction(MegatronModule):
     """The layer, on the last chunk.
 
     Args:
-        config: the language model's config.
         block_spec: one layer with softmax attention, built like those of the model.
-        process_groups: those of the language model.
-        trains_model: whether the loss trains the model too, and not the layer alone.
     """
 
     def __init__(

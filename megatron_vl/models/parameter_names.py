@@ -51,11 +51,7 @@ def canonical_name(
     """The canonical name of a chunk's parameter, and its local expert index (None for a dense parameter).
 
     Args:
-        module_name: the parameter's name in the chunk.
-        first_layer: global number of the chunk's first decoder layer.
-        is_tied: whether the output layer shares the embedding's weight.
         has_router: whether the parameter's layer has experts. The norm before experts stays separate.
-        has_linear_attention: whether the parameter's layer has linear attention.
     """
     tensor_name, local_expert = module_name, None
     norm_names = [_LINEAR_ATTENTION_NORM_NAMES if has_linear_attention else _ATTENTION_NORM_NAMES]
@@ -79,12 +75,7 @@ def canonical_name(
 def named_tensors(
     chunk: VisionLanguageModel, first_layer: int, first_expert: int = 0
 ) -> Iterator[LiveTensor]:
-    """Yields the parameters of one chunk. A tied output layer appears under the embedding's name.
-
-    Args:
-        first_layer: global number of the chunk's first decoder layer.
-        first_expert: global index of this rank's first expert.
-    """
+    """Yields the parameters of one chunk. A tied output layer appears under the embedding's name."""
     layers_with_router, linear_attention_layers = (
         {tensor_name.split(mark)[0] for tensor_name, _ in chunk.named_parameters() if mark in tensor_name}
         for mark in (".mlp.router.", ".self_attention.in_proj.")

@@ -49,18 +49,12 @@ def language_config(
 ) -> TransformerConfig:
     """The language model's config, which also controls the pipeline schedules and gradient finalisation.
 
-    Args:
-        aux_loss_coefficient: coefficient of the experts' load-balancing loss; 0: none.
-
     Raises:
         RunConfigError: the platform or the model does not support a setting.
     """
-    tp_comm_overlap = config.parallel.tp_comm_overlap
-    if tp_comm_overlap and not platform.has_transformer_engine:
-        raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
     language_spec, recompute = spec.language, config.recompute
     if language_spec.linear_attention is not None:
-        check_linear_attention(spec, config.fp8, tp_comm_overlap)
+        check_linear_attention(spec, config.fp8)
 
     expert_settings: dict[str, Any] = {}
     if language_spec.moe:
@@ -70,7 +64,6 @@ def language_config(
     transformer_config = TransformerConfig(
         bias_activation_fusion=platform.name == "cuda",
         sequence_parallel=config.parallel.sequence_parallel,
-        tp_comm_overlap=tp_comm_overlap,
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
@@ -117,15 +110,13 @@ def _language_sizes(language_spec: LanguageSpec) -> dict[str, Any]:
     }
 
 
-def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
-    """Raises RunConfigError for settings that are not supported with linear attention."""
+def check_linear_attention(spec: ModelSpec, fp8: Fp8Config) -> None:
+    """Raises RunConfigError for FP8 with linear attention, which is not supported."""
     if fp8.recipe != "none":
         raise RunConfigError(
             f"fp8.recipe {fp8.recipe}: {spec.family} (linear attention) is trained in bfloat16 or float32;"
             " set it to none"
         )
-    if tp_comm_overlap:
-        raise RunConfigError(f"parallel.tp_comm_overlap is not supported for {spec.family}; set it to false")
 
 
 def vision_config(

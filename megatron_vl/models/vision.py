@@ -28,9 +28,6 @@ class PatchEmbed(nn.Module):
 
     It is a Conv3d whose kernel equals its stride. Written as a matrix product, it is 10x faster. Pixels are
     normalised here, on the device, with the checkpoint's mean and standard deviation.
-
-    Args:
-        pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
     """
 
     def __init__(
@@ -151,8 +148,6 @@ class VisionTower(nn.Module):
     """Computes merged features from the patches of a whole row.
 
     Args:
-        pg_collection: process groups of the tower; only ``tp`` and ``cp`` are used.
-        pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
         attention_backend, fused_windows, recompute_activation: see
             :func:`megatron_vl.models.layer_specs.transformer_block_spec`.
         is_frozen: whether the layers, the patch embedding and the position table get no gradients. The

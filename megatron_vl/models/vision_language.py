@@ -34,11 +34,7 @@ class VisionLanguageModel(MegatronModule):
     and S is the length of that part.
 
     Args:
-        config: the language model's TransformerConfig.
         language_model: this chunk's GPTModel, built with ``scatter_embedding_sequence_parallel=False``.
-        vision_tower: the tower on the first chunk; None elsewhere.
-        num_deepstack_levels: number of levels of visual features that the first decoder layers add.
-        layer_range: global numbers of this chunk's decoder layers.
         message_levels: number of levels that every pipeline message has room for. It is the largest number
             that crosses a boundary between chunks.
     """
@@ -70,7 +66,6 @@ class VisionLanguageModel(MegatronModule):
         """The adapters of the run. If there are any, they are trained, and not the model itself."""
 
         self.mtp_config = MtpConfig()
-        """The run's multi-token prediction, on every chunk."""
         self.next_embeddings: Tensor | None = None
         """What it needs from the first stage, between the reading of a row or message and the output."""
 
@@ -82,7 +77,6 @@ class VisionLanguageModel(MegatronModule):
         self.share_embeddings_and_output_weights = language_model.share_embeddings_and_output_weights
 
         self.mtp: MultiTokenPrediction | None = None
-        """The layer of multi-token prediction, on the last chunk of a run that trains it."""
 
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
         """Takes the previous stage's message: the hidden state, remaining DeepStack levels, and padding."""

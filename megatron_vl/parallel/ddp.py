@@ -24,11 +24,7 @@ from torch import Tensor, nn
 
 
 class ReplicaDDP(DistributedDataParallel):
-    """Core's DDP with the three differences above.
-
-    Args:
-        args, kwargs: the arguments of core's ``DistributedDataParallel``.
-    """
+    """Core's DDP with the three differences above."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

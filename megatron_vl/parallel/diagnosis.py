@@ -11,7 +11,6 @@ from megatron_vl.system.processes import RankProcess
 from megatron_vl.system.progress import RankProgress
 
 _MAX_NAMED_RANKS = 8
-"""Largest number of ranks that a message names one by one."""
 
 
 @dataclass
@@ -21,8 +20,6 @@ class Heartbeat:
     rank: int
     rank_process: RankProcess
     rank_progress: RankProgress
-    is_debugged: bool = False
-    """Whether the main thread is in a debugger."""
     received_at: float = field(default_factory=time.monotonic)
     """When the line arrived, by this process's monotonic clock in seconds."""
 
@@ -38,7 +35,7 @@ class Heartbeat:
         fields = json.loads(line)
         process = RankProcess(**fields["rank_process"])
         rank_progress = RankProgress(**fields["rank_progress"])
-        return Heartbeat(int(fields["rank"]), process, rank_progress, bool(fields["is_debugged"]))
+        return Heartbeat(int(fields["rank"]), process, rank_progress)
 
 
 @dataclass(frozen=True)
@@ -56,11 +53,9 @@ class RunFailure:
     processes: tuple[RankProcess, ...] = ()
     """Processes of the ranks that are dead, are stopped, or hang, as far as they are known."""
     has_died: bool = False
-    """Whether the rank ended without a message."""
     is_hanging: bool = False
     """Whether the rank is alive but makes no progress."""
     has_traceback_hint: bool = False
-    """Whether to say how the traceback is shown."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -96,9 +91,7 @@ def diagnose_hang(
     it names the ranks with the least progress, because the others wait for them.
 
     Args:
-        heartbeats: the latest heartbeat of each known rank.
         silence_limit_s: a rank whose latest heartbeat is older, in seconds, is considered stopped.
-        timeout_s: ``failures.timeout_s``, for the message.
     """
     limit_hint = f"If the run did not hang, raise failures.timeout_s ({timeout_s:g}; 0: no limit)"
     heard_since = time.monotonic() - silence_limit_s

@@ -65,11 +65,8 @@ class _FailureWatcher:
         self.store = default_store().clone()
         self.exit_lock = threading.RLock()
         self.orderly_end = threading.Event()
-        """Set when this rank has reached the orderly end."""
         self.reported_failure: RunFailure | None = None
-        """The result of :func:`report_failure`."""
         self.first_failure: RunFailure | None = None
-        """The first failure of any rank, once this rank knows it."""
         self.watch_thread = threading.Thread(target=self._watch_store, name="failures", daemon=True)
         self.watch_thread.start()
         self.monitor = HeartbeatMonitor(self.store_key, timeout_s, self._publish_diagnosis)
@@ -201,7 +198,6 @@ def _join_thread(thread: threading.Thread, deadline: float) -> None:
 
 _watcher: _FailureWatcher | None = None
 _single_rank_monitor: HeartbeatMonitor | None = None
-"""The monitor of a run of one rank, which has no other ranks to notify."""
 _watchers_started = 0
 
 
@@ -321,8 +317,7 @@ def print_failure_once(failure: RunFailure) -> None:
         return
 
     position_text = f" ({failure.position_text})" if failure.position_text else ""
-    is_local = any(process.is_local() for process in failure.processes)
-    memory_text = f". {host_memory.explain_kill(is_local)}" if failure.has_died else ""
+    memory_text = f". {host_memory.KILL_ADVICE}" if failure.has_died else ""
     shows_hint = failure.has_traceback_hint and not os.environ.get(TRACEBACK_VARIABLE)
     traceback_hint = f"\n({TRACEBACK_VARIABLE}=1 shows where)" if shows_hint else ""
     print(

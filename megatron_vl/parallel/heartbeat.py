@@ -11,8 +11,7 @@ A run hangs if no rank makes progress for ``timeout_s``: no row, no micro-batch,
 that waits for another one is not at fault (see :func:`megatron_vl.parallel.diagnosis.diagnose_hang`). Until
 the first step is done, the limit is :data:`SLOW_START_FACTOR` times as long, and at least
 :data:`MIN_SLOW_START_S`, because kernels are compiled and tuned. The same limit holds while training waits
-for a disk to confirm a file of a checkpoint, which shows no progress before it is done. The clock does not
-run while the main thread of a rank is in a Python debugger.
+for a disk to confirm a file of a checkpoint, which shows no progress before it is done.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any
 
 from megatron_vl.core_fixes.default_store import default_store
@@ -42,11 +40,9 @@ SLOW_START_FACTOR, MIN_SLOW_START_S = 3, 300.0
 """Until the first step is done, and while a disk confirms a file, the limit is this many times as long, and
 at least this many seconds."""
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds for which a rank tries to reach rank 0."""
 _GATHER_LOST_S = 0.3
 """Seconds to wait for more ranks to be lost, because the ranks of a node are lost together."""
 _MAX_LINE_BYTES = 1 << 14
-"""Largest number of bytes in a line."""
 
 
 def heartbeat_interval_s(world_size: int, timeout_s: float) -> float:
@@ -67,7 +63,6 @@ class HeartbeatMonitor:
     The constructor is collective, because the other ranks need rank 0's address.
 
     Args:
-        store_key: prefix of the key in the store under which rank 0 publishes its address.
         timeout_s: seconds without progress after which the run hangs; 0: never.
         on_diagnosis: called once, in the thread, with the diagnosis.
     """
@@ -85,7 +80,6 @@ class HeartbeatMonitor:
         """Set when this monitor ends. From then on, the connections of this rank may end."""
         self.diagnosis: RunFailure | None = None
         self.diagnosis_ready = threading.Event()
-        """Set when there is a diagnosis."""
 
         self.heartbeats: dict[int, Heartbeat] = {}
         """The latest heartbeat of this rank and of each rank that it hears: all on rank 0, else rank 0."""
@@ -135,7 +129,7 @@ class HeartbeatMonitor:
     def own_heartbeat(self) -> Heartbeat:
         """The current heartbeat of this rank."""
         own_progress = dataclasses.replace(progress.current_progress)
-        return Heartbeat(self.rank, self.rank_process, own_progress, is_in_debugger())
+        return Heartbeat(self.rank, self.rank_process, own_progress)
 
     def _accept_line(self, line: bytes) -> int | None:
         """Stores the heartbeat of a line and returns its rank.
@@ -187,11 +181,7 @@ class HeartbeatMonitor:
 
 
 class _Links:
-    """The connections of a rank to the ranks that it hears.
-
-    Args:
-        accept_line: takes a line, and returns the rank that it is from, or None.
-    """
+    """The connections of a rank to the ranks that it hears."""
 
     def __init__(self, accept_line: Callable[[bytes], int | None]) -> None:
         self.accept_line = accept_line
@@ -201,7 +191,6 @@ class _Links:
         """The beginning of a line, by the connection on which it arrived."""
         self.ranks: dict[socket.socket, int] = {}
         self.lost_ranks: list[int] = []
-        """Ranks whose connection has ended."""
 
     def listen(self, world_size: int) -> int:
         """Accepts connections from now on. Returns the port."""
@@ -282,7 +271,7 @@ class ProgressClock:
         self.last_look = now
         for heartbeat in heartbeats:
             count = heartbeat.rank_progress.progress_count
-            if self.progress_counts.get(heartbeat.rank) != count or heartbeat.is_debugged:
+            if self.progress_counts.get(heartbeat.rank) != count:
                 self.progress_counts[heartbeat.rank] = count
                 self.last_progress = now
         return now - self.last_progress
@@ -299,13 +288,3 @@ class ProgressClock:
         is_saving = any(each.phase == progress.SAVING_CHECKPOINT for each in seen)
         is_slow_phase = not first_step_done or is_syncing and is_saving
         return not is_slow_phase or idle_s > slow_start_timeout_s(self.timeout_s)
-
-
-def is_in_debugger() -> bool:
-    """Whether the main thread is in a Python debugger."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(("/bdb.py", "/pdb.py")) or "pydevd" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False

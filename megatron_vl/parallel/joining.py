@@ -58,9 +58,6 @@ class JoinWait:
     def pause(self, describe_missing: Callable[[], str], is_reporter: bool = True) -> None:
         """Sleeps for up to a second.
 
-        Args:
-            is_reporter: whether to print who is missing.
-
         Raises:
             JoinError: the time is over.
         """

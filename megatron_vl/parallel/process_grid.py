@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_vl.parallel import failures, tp_overlap
+from megatron_vl.parallel import failures
 from megatron_vl.parallel.joining import join_store, raise_open_file_limit
 from megatron_vl.parallel.process_groups import cache_core_groups, cached_group, destroy_groups, keep_groups
 from megatron_vl.platform import Platform
@@ -31,7 +31,6 @@ class ProcessGrid:
     cp_rank: int
     pp_rank: int
     dp_rank: int
-    """The number of this rank's replica."""
     tp: int
     cp: int
     pp: int
@@ -40,11 +39,9 @@ class ProcessGrid:
     key_ranks: int
     """Number of context-parallel ranks that gather each other's keys and values."""
     sharding: Sharding
-    """The numbers of shards into which tensors are cut."""
     ep_rank: int
     etp_rank: int
     edp_rank: int
-    """This rank's number among the ranks that hold the same experts."""
     rank: int
     world_size: int
     replica_group: dist.ProcessGroup
@@ -74,11 +71,7 @@ class ProcessGrid:
         return self.dp_rank == 0 and self.cp_rank == 0
 
     def from_loader_owner[T](self, owned_value: T) -> T:
-        """The value of the rank that owns the replica's loader. Collective over the replica.
-
-        Args:
-            owned_value: what to send, as far as this rank knows it.
-        """
+        """The value of the rank that owns the replica's loader. Collective over the replica."""
         shared_values = [owned_value]
         if self.replica_ranks > 1:
             dist.broadcast_object_list(
@@ -106,15 +99,10 @@ class ProcessGrid:
 
 
 _collective_timeout = timedelta(minutes=30)
-"""How long a collective may wait, in every group."""
 
 
 def init_distributed(platform: Platform, timeout_minutes: int = 30, join_limit_s: float = 1800.0) -> None:
     """Joins the process group that torchrun's environment describes, or makes a group of one process.
-
-    Args:
-        timeout_minutes: how long a collective may wait for a rank, in this group and in those of a grid.
-        join_limit_s: how long to wait for all ranks to come, in seconds.
 
     Raises JoinError or SystemExit, as :func:`join_store` does.
     """
@@ -191,7 +179,6 @@ def _initialize_core_groups(layout: Layout) -> None:
     from megatron.core import parallel_state as mpu
 
     if mpu.model_parallel_is_initialized():
-        tp_overlap.stop_overlap()
         mpu.destroy_model_parallel()  # drops core's references to groups
     with cache_core_groups():  # all ranks start a layout together
         mpu.initialize_model_parallel(
@@ -240,9 +227,6 @@ def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGr
     """The group of the tp x cp x pp ranks of this rank's replica. Collective over all ranks.
 
     Megatron-core's group of a replica leaves out the context-parallel ranks.
-
-    Args:
-        backend: None: that of the default group.
     """
     stage_ranks = layout.tp * layout.cp
     dp = dist.get_world_size() // layout.replica_ranks

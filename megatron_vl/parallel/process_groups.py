@@ -28,7 +28,6 @@ from megatron_vl.core_fixes.default_store import default_store
 from megatron_vl.system.errors import UserError, is_user_fixable
 
 _GroupKind = tuple[tuple[int, ...], str | None, str | None]
-"""Members, backend and purpose."""
 
 
 class _GroupCache:
@@ -39,12 +38,9 @@ class _GroupCache:
         self.cached_groups: dict[tuple[_GroupKind, int], Any] = {}
         """The groups by (kind, number of groups of this kind that the layout had requested before)."""
         self.request_counts: Counter[_GroupKind] = Counter()
-        """Number of groups of each kind that the current layout has requested."""
         self.num_layouts = 0
         self.single_rank_group: Any = None
-        """The group with only this rank; None until one is needed."""
         self.replica_group: Any = None
-        """The group of this rank's replica in the current layout."""
         self.nested_context_groups: list[Any] | None = None
         """The groups that exchange heads and gather keys, if the current layout needs both."""
 

@@ -28,9 +28,7 @@ class Platform:
     name: str
     """``cuda`` or ``cpu``."""
     distributed_backend: str
-    """torch.distributed backend: ``nccl`` or ``gloo``."""
     has_transformer_engine: bool
-    """Whether modules come from Transformer Engine."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability of this process's GPU: (9, 0) is Hopper. (0, 0) on CPU."""
 

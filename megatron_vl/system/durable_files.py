@@ -9,10 +9,7 @@ has either its old content or its new content.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -21,14 +18,7 @@ from megatron_vl.system import progress
 from megatron_vl.system.errors import naming_file
 
 PARTIAL_SUFFIX = ".partial"
-"""The end of a file's name until the file is complete."""
-FLUSH_PIECE_BYTES = 256 << 20
-"""Bytes that are flushed between two reports of progress."""
 _BLOCK_BYTES = 1 << 16
-"""Bytes that are read at a time to find the end of the last complete line."""
-
-_SYNC_FILE_RANGE_FLAGS = 1 | 2 | 4
-"""Linux's flags of sync_file_range: wait for earlier writes of the range, write it, and wait for that."""
 
 
 def fsync_path(synced_path: Path) -> None:
@@ -41,39 +31,9 @@ def fsync_path(synced_path: Path) -> None:
 
 
 def fsync_file(file_descriptor: int, file_path: Path) -> None:
-    """Flushes an open file or folder to the disk. The pieces of a large file count as progress.
-
-    Args:
-        file_path: the name of the file in the message of a run that ends because its disk does not answer.
-    """
+    """Flushes an open file or folder to the disk."""
     with naming_file(file_path), progress.waiting_for_disk(file_path):
-        _flush_in_pieces(file_descriptor, file_path)
-        # The pieces are on the disk, but not yet the file's size and the addresses of its blocks.
         os.fsync(file_descriptor)
-
-
-def _flush_in_pieces(file_descriptor: int, file_path: Path) -> None:
-    """Writes the content of a file to the disk piece by piece, if the system can do that."""
-    sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
-    file_status = os.fstat(file_descriptor)
-    if (
-        sync_file_range is None
-        or not stat.S_ISREG(file_status.st_mode)
-        or file_status.st_size <= FLUSH_PIECE_BYTES
-    ):
-        return
-
-    c_int64 = ctypes.c_int64
-    for piece_start in range(0, file_status.st_size, FLUSH_PIECE_BYTES):
-        if sync_file_range(
-            file_descriptor, c_int64(piece_start), c_int64(FLUSH_PIECE_BYTES), _SYNC_FILE_RANGE_FLAGS
-        ):
-            error_number = ctypes.get_errno()
-            if error_number in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):
-                return  # the file system has no such call
-            # A failed write is reported once, so a later fsync would not raise it.
-            raise OSError(error_number, os.strerror(error_number), str(file_path))
-        progress.note_progress()
 
 
 def fsync_tree(dir_path: Path) -> None:

@@ -52,7 +52,6 @@ RETRY_WAITS_S = (0.1, 0.5, 2.0)
 HOST_MEMORY_PATTERN = re.compile(
     r"[Cc]an(no|')t allocate memory|std::bad_alloc|DefaultCPUAllocator: not enough memory"
 )
-"""Errors of native code for lack of host memory."""
 _LOST_RANK_PATTERN = re.compile(r"gloo/transport|Connection (closed|reset) by peer|NCCL")
 """Errors of a collective on the remaining ranks when another rank has ended."""
 

@@ -1,4 +1,4 @@
-"""The host memory that this process may use, and whether the kernel has killed processes for lack of it."""
+"""The host memory that this process may use, and what to say if it was too little."""
 
 from __future__ import annotations
 
@@ -13,42 +13,10 @@ GIB = 1 << 30
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def _count_oom_kills() -> tuple[int, str] | None:
-    """(number of processes that the kernel has killed for lack of memory, scope of this counter in words).
-
-    The counter is that of the job's control group (version 2 or else 1), or else that of the whole host. None
-    if the kernel shows no counter here.
-    """
-    group_scope, host_scope = "in the job's control group", "on this host, which may be another job's"
-    files = [*_cgroup_files("memory.events"), _CGROUP_ROOT / "memory/memory.oom_control"]
-    for path, scope in [*((path, group_scope) for path in files), (Path("/proc/vmstat"), host_scope)]:
-        # There is no such file, or it has no such line.
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            entries = dict(line.split()[:2] for line in path.read_text().splitlines())
-            return int(entries["oom_kill"]), scope
-    return None
-
-
 LOWER_HOST_MEMORY_ADVICE = "lower data.num_workers, or give the job more memory"
-
-
-def explain_kill(was_local: bool = True) -> str:
-    """A sentence on whether a process that SIGKILL ended was killed for lack of memory, and what to do.
-
-    Args:
-        was_local: whether the process ran on this machine.
-    """
-    at_start, now = _OOM_KILLS_AT_START, _count_oom_kills()
-    if at_start is None or now is None or not was_local:
-        return (
-            f"If `dmesg` there shows that the kernel killed it for lack of memory, {LOWER_HOST_MEMORY_ADVICE}"
-        )
-    if now[0] > at_start[0]:
-        return (
-            f"Since the start, the kernel has killed {now[0] - at_start[0]} processes for lack of memory"
-            f" {now[1]} ({memory_limits_text()}): {LOWER_HOST_MEMORY_ADVICE}"
-        )
-    return "The kernel has killed no process for lack of memory here, so look for who ended it"
+KILL_ADVICE = (
+    f"If `dmesg` there shows that the kernel killed it for lack of memory, {LOWER_HOST_MEMORY_ADVICE}"
+)
 
 
 def available_bytes() -> int:
@@ -108,7 +76,3 @@ def _cgroup_files(file_name: str) -> list[Path]:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     own_groups = [line.partition("::")[2].lstrip("/") for line in lines if line.startswith("0::")]
     return [*(_CGROUP_ROOT / group / file_name for group in own_groups), _CGROUP_ROOT / file_name]
-
-
-_OOM_KILLS_AT_START = _count_oom_kills()
-"""The result of :func:`_count_oom_kills` when this process began, or the launcher that it is a fork of."""

@@ -24,7 +24,6 @@ class RankProcess:
     machine_id: str
     """The boot of the machine and the namespace of process ids. Where it is equal, ``pid`` means the same."""
     start_time: float
-    """When the process started, in seconds since the epoch."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host_name}"
@@ -111,7 +110,6 @@ def kill_descendants() -> None:
 
 
 _PR_SET_PDEATHSIG = 1
-"""Linux's prctl: the signal that a process gets when its parent ends."""
 
 
 def end_with_parent(parent: int = 0) -> None:

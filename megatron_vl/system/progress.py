@@ -47,18 +47,15 @@ class RankProgress:
     """The current step, counted from 1; 0 before the first."""
     phase: str = SETTING_UP
     background_task: str = ""
-    """The task of a background thread; empty if there is none."""
     syncing_file: str = ""
     """The file whose content the disk has not confirmed yet; empty if there is none."""
     steps_done: int = 0
-    """Number of steps done since this start."""
     progress_count: int = 0
     """Grows with each unit of work: a row, a micro-batch, a part of a file."""
 
 
 current_progress = RankProgress()
 _syncing_files: list[str] = []
-"""The files that threads of this rank wait for."""
 
 
 def enter_phase(phase: str, step: int | None = None) -> None:

@@ -32,7 +32,6 @@ _CTRL_C_HINT = (
     b"megatron_vl.train: SIGINT: the run saves and ends; Ctrl-C again ends it at once, without saving\n"
 )
 _received_stop_signals: list[str] = []
-"""Names of the received signals, the latest last."""
 
 
 def handle_stop_signals() -> None:

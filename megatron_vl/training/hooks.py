@@ -60,6 +60,8 @@ class SaveCheckpoints(Hook):
 
     def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
         self.saver.note_step(step_result.is_updated)
+        if self.hf_exporter is not None:
+            self.hf_exporter.advance()
         interval = trainer.config.checkpoint.interval
         if trainer.is_at_end or interval and trainer.step % interval == 0:
             trainer.save()

@@ -79,11 +79,7 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
 
 
 def check_lora_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> None:
-    """Raises RunConfigError if the LoRA in ``lora.adapter`` was trained on other weights than the run's.
-
-    Args:
-        base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
-    """
+    """Raises RunConfigError if the LoRA in ``lora.adapter`` was trained on other weights than the run's."""
     from converters.lora import open_lora
 
     adapter_dir = config.lora.adapter

@@ -32,7 +32,6 @@ _PROGRAM = (
     "from megatron_vl.system.processes import end_with_parent; end_with_parent({parent});"
     " from megatron_vl.__main__ import main; raise SystemExit(main())"
 )
-"""``python -m megatron_vl``, which is killed when the process with the id ``parent`` ends."""
 
 
 def write_missing_sizes(resolved_run: ResolvedRun, platform: Platform) -> None:

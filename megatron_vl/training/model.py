@@ -20,7 +20,6 @@ from megatron_vl.training.state.load import load_weights
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 
 HALF_PIXEL_NORM = PixelNorm((0.5,) * 3, (0.5,) * 3)
-"""Pixel statistics for models that are not given real images."""
 
 
 def build_model(
@@ -38,12 +37,9 @@ def build_model(
     """Builds this rank's chunks, checks them against the tensor table, and fills them.
 
     Args:
-        grid: the grid of ``layout``, whose process groups must exist.
         start_weights: weights in any layout, of which each rank reads its own slices; None: random weights.
         start_lora: matrices of LoRA, and modules that were trained whole, in any layout; None: matrices that
             add nothing yet.
-        checkpoint_path: the step folder that the run resumes from.
-        pixel_norm: statistics of pixels; None: those of ``model.hf``.
 
     Returns:
         (one chunk for each virtual stage, not wrapped in DDP; the chunks' parameters with canonical names).

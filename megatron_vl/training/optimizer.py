@@ -24,9 +24,7 @@ from megatron_vl.training.offload.chunked_step import ChunkedStep
 from megatron_vl.training.weight_copy import copy_weights_together
 
 VISION_MODULES = ("patch_embed", "position_table", "decoder")
-"""Modules of the vision tower that have the tower's learning rate."""
 MERGER_MODULES = ("merger", "deepstack_mergers")
-"""Modules of the vision tower that have the merger's learning rate."""
 PartLearningRates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger. None stands for a frozen part."""
 
@@ -179,11 +177,9 @@ def clip_and_update(
     rank, decides: if it is not finite, or is zero, weights, moments and Adam's step count do not change.
 
     Args:
-        loss_tokens: number of loss tokens of the global batch.
         is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
         clips_mtp_apart: whether multi-token prediction is clipped by its own norm, so that the update of the
             model is what it is without.
-        before_update: called before the state changes.
 
     Returns:
         (whether the weights were updated, the global norm of the divided gradients before they are clipped).

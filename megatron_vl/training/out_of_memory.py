@@ -70,7 +70,7 @@ def _estimate_text(run: ResolvedRun) -> str:
 def host_memory_message(error: BaseException) -> str | None:
     """The message for an error caused by a lack of host memory or a lost loader; None for any other error."""
     if READING_ENDED_TEXT in str(error):
-        advice = f"If it printed no error, it was killed from outside. {host_memory.explain_kill()}"
+        advice = f"If it printed no error, it was killed from outside. {host_memory.KILL_ADVICE}"
         return f"{READING_ENDED_TEXT}. {advice}"
     cause: BaseException | None = error
     while cause is not None:  # others may wrap torch's error
@@ -88,7 +88,7 @@ def host_memory_message(error: BaseException) -> str | None:
 
 def _dead_loader_message(pids: str, signal_name: str) -> str:
     if signal_name == "Killed":
-        return f"a process of the loader ({pids}) was killed from outside. {host_memory.explain_kill()}"
+        return f"a process of the loader ({pids}) was killed from outside. {host_memory.KILL_ADVICE}"
     return (
         f"a process of the loader ({pids}) was ended by a signal: {signal_name}. A media file may have"
         f" crashed its decoder, or the shared memory (/dev/shm) is full: enlarge it ({SHARED_MEMORY_ADVICE})"

@@ -128,8 +128,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         origin = {"planned": "by FLOPs", "saved": "as it was saved"}[resolved_run.layer_split_origin]
         layers = list(resolved_run.layout.layers_per_chunk)
         run_notes.append(f"decoder layers of the stages {layers}: {origin}")
-    if space_note := check_free_space(config, spec):
-        run_notes.append(f"NOTE: {space_note}")
+    check_free_space(config, spec)
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 
@@ -193,9 +192,6 @@ def read_split_facts(
 ) -> dict[str, SplitFacts]:
     """Reads the facts of each split that a run uses, about 60 bytes for each shard.
 
-    Args:
-        dataset_description: the description of the data set, if it was read before.
-
     Raises:
         LoaderError: there is no data set, or one of these splits is empty.
         DescriptionError: the data set's description could run code, or refers to files outside its folder.
@@ -220,9 +216,6 @@ def check_own_checkpoint(
 
     The checkpoint's files say which model it holds. Without LoRA, ``model.checkpoint`` is not read and need
     not exist.
-
-    Args:
-        base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
 
     Raises:
         CheckpointError: files are missing or damaged.

@@ -21,15 +21,12 @@ class ResolvedRun:
     spec: ModelSpec
     layout: Layout
     dp: int
-    """Data-parallel size."""
     layer_split_origin: Literal["given", "saved", "planned"]
-    """The origin of the split of the decoder layers."""
     source_checkpoint: SavedCheckpoint | None
     """The checkpoint that the run resumes from; None: it begins anew."""
     facts_by_split: dict[str, SplitFacts] = field(default_factory=dict)
     """Facts of ``train`` and, if the run evaluates, of ``eval.split``."""
     run_notes: tuple[str, ...] = ()
-    """Lines to print for the user."""
     base_digest: str = ""
     """Of a run with LoRA: which model is its base
     (:func:`~megatron_vl.weights.model_digest.model_digest`)."""

@@ -52,13 +52,7 @@ def run_summary(resolved_run: ResolvedRun, platform: Platform, optimizer: Chaine
 
 
 def end_summary(config: TrainConfig, step: int, new_steps: int, seconds: float) -> list[str]:
-    """What a run has done and left, and what to do with it, for the lines after its last step.
-
-    Args:
-        step: the last step.
-        new_steps: the steps of this start.
-        seconds: the duration of this start.
-    """
+    """What a run has done and left, and what to do with it, for the lines after its last step."""
     lines = []
     if new_steps:
         lines.append(f"trained {pluralize(new_steps, 'step')} in {timedelta(seconds=round(seconds))}")

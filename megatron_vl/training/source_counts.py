@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_vl.data.source.blend import BlendSource
 
 MAX_SHOWN_SOURCES = 4
-"""Largest number of sources that a printed line shows one by one."""
+"""Largest number of sources in a printed line: those with the largest shares."""
 
 
 class SourceCounts(NamedTuple):
@@ -22,7 +22,6 @@ class SourceCounts(NamedTuple):
 
     samples: Tensor
     tokens: Tensor
-    """Numbers of loss tokens."""
     losses: Tensor
     """Sums of the losses of these tokens, times their weights."""
 
@@ -37,16 +36,11 @@ def count_sources(rows: Iterable[Iterable[tuple[int, int]]], num_sources: int) -
 
 
 class SourceMeter:
-    """Adds up the counts of a run. Equal on all ranks.
-
-    Args:
-        blend_sources: the sources of the blend; empty if the data set is no blend.
-    """
+    """Adds up the counts of a run. Equal on all ranks."""
 
     def __init__(self, blend_sources: Sequence[BlendSource] = ()) -> None:
         self.blend_sources = tuple(blend_sources)
         self.recent = count_sources([], len(self.blend_sources))
-        """Counts since the last printed line."""
         self.totals: dict[str, dict[str, Any]] = {
             source.source_key: {"name": source.source_name, "samples": 0, "loss_tokens": 0}
             for source in blend_sources
@@ -73,39 +67,24 @@ class SourceMeter:
         token since the last line has None for its loss.
         """
         metrics: dict[str, Any] = {}
+        texts = []
         for i, source in enumerate(self.blend_sources):
-            loss, samples, tokens = self._sum_sources([i])
+            counts, tokens = self.totals[source.source_key], float(self.recent.tokens[i])
+            loss = float(self.recent.losses[i]) / tokens if tokens else None
+            made = passes.get(source.source_key)
             metrics |= {
                 f"source/{source.source_name}/loss": loss,
-                f"source/{source.source_name}/samples_seen": samples,
-                f"source/{source.source_name}/loss_tokens_seen": tokens,
-                f"source/{source.source_name}/passes": passes.get(source.source_key),
+                f"source/{source.source_name}/samples_seen": counts["samples"],
+                f"source/{source.source_name}/loss_tokens_seen": counts["loss_tokens"],
+                f"source/{source.source_name}/passes": made,
             }
-
-        by_share = sorted(
-            range(len(self.blend_sources)), key=lambda i: (-self.blend_sources[i].sample_share, i)
-        )
-        shown, others = sorted(by_share[:MAX_SHOWN_SOURCES]), by_share[MAX_SHOWN_SOURCES:]
-        texts = [self._source_text(self.blend_sources[i].source_name, [i], passes) for i in shown]
-        if others:
-            texts.append(self._source_text(f"{len(others)} others", others, {}))
+            loss_text = "-" if loss is None else f"{loss:.4f}"
+            passes_text = f", {made:.2f} passes" if made is not None else ""
+            numbers = ", ".join(map(abbreviate_count, (counts["samples"], counts["loss_tokens"])))
+            texts.append(f"{source.source_name} {loss_text} ({numbers}{passes_text})")
+        by_share = sorted(range(len(texts)), key=lambda i: self.blend_sources[i].sample_share, reverse=True)
         self.recent = count_sources([], len(self.blend_sources))
-        return metrics, " | ".join(texts)
-
-    def _sum_sources(self, indices: list[int]) -> tuple[float | None, int, int]:
-        """(recent mean loss, samples and loss tokens of the run) of several sources."""
-        totals = [self.totals[self.blend_sources[i].source_key] for i in indices]
-        samples, tokens = (sum(counts[name] for counts in totals) for name in ("samples", "loss_tokens"))
-        recent_tokens = float(self.recent.tokens[indices].sum())
-        loss = float(self.recent.losses[indices].sum()) / recent_tokens if recent_tokens else None
-        return loss, samples, tokens
-
-    def _source_text(self, name: str, indices: list[int], passes: Mapping[str, float]) -> str:
-        loss, samples, tokens = self._sum_sources(indices)
-        loss_text = "-" if loss is None else f"{loss:.4f}"
-        made = passes.get(self.blend_sources[indices[0]].source_key)
-        passes_text = f", {made:.2f} passes" if made is not None else ""
-        return f"{name} {loss_text} ({abbreviate_count(samples)}, {abbreviate_count(tokens)}{passes_text})"
+        return metrics, " | ".join(texts[i] for i in sorted(by_share[:MAX_SHOWN_SOURCES]))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {key: dict(counts) for key, counts in self.totals.items()}

@@ -42,9 +42,6 @@ def open_start_weights(config: TrainConfig, *, should_verify: bool = True) -> Ca
 def open_mtp_weights(config: TrainConfig, checkpoint_path: Path | None) -> CanonicalWeights | None:
     """The folder ``model.hf``, if a run trains its multi-token prediction but continues with weights without.
 
-    Args:
-        checkpoint_path: the step folder that the run resumes from.
-
     Raises:
         WeightsError, FileNotFoundError: the folder has no such tensors, or cannot be read.
     """

@@ -79,7 +79,6 @@ class StepResult:
     any_rank_failed: bool = False
     """Whether any rank reported a failure outside the step, such as a checkpoint that cannot be written."""
     stop_requested: bool = False
-    """Whether any rank was asked to stop."""
     source_counts: SourceCounts | None = None
     """Samples, loss tokens and losses by source; None if the data set is no blend."""
     mtp: MtpCounts | None = None
@@ -184,9 +183,6 @@ def weigh_mtp(rows: list[DeviceRow], factor: float) -> None:
 
     Its loss is the mean over its own targets. Collective over the data-parallel and context-parallel ranks,
     without host synchronisation.
-
-    Args:
-        factor: ``mtp.loss``.
     """
     masks = [(row.loss_mask, row.whole_row.two_ahead[1]) for row in rows if row.whole_row]
     counts = torch.stack([torch.stack([(mask != 0).sum() for mask in pair]) for pair in masks]).sum(0)
@@ -210,10 +206,6 @@ def run_schedule(
     forward_only: bool = False,
 ) -> list[Any]:
     """Runs the forward passes (and backward passes) of all rows through this rank's chunks.
-
-    Args:
-        rows: one for each micro-batch.
-        forward_only: whether to leave out the backward passes.
 
     Returns:
         The reports of the rows on the last stage; an empty list on other stages.
@@ -273,9 +265,7 @@ def train_step(
     """Runs one step over this rank's micro-batches. Collective over all ranks.
 
     Args:
-        seq_len: tokens of a row.
         has_failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
-        stop_requested: whether this rank was asked to stop. All ranks receive this flag too.
         local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
             blend.
         before_update: called before weights and optimizer state change.
@@ -334,7 +324,6 @@ def reduce_losses(
     Args:
         local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
             blend.
-        has_mtp: whether the run trains multi-token prediction.
 
     Returns:
         (loss sum, loss tokens, for each flag whether any rank has set it, numbers by source, sums of

@@ -86,13 +86,10 @@ class Trainer:
 
     grid: ProcessGrid
     model_chunks: list[ReplicaDDP]
-    """This rank's part of the model, one chunk for each virtual stage."""
     live_tensors: list[LiveTensor]
-    """The chunks' parameters with canonical names."""
     optimizer: ChainedOptimizer
     batches: BatchBroadcast
     metrics_log: MetricsLog
-    """From :meth:`run` on."""
 
     def __init__(
         self,
@@ -110,16 +107,13 @@ class Trainer:
         self.further_hooks = list(hooks)
         self.make_loader = make_loader
         self.data_loader: Any = None
-        """The loader on the rank that owns it; None elsewhere."""
         self.checkpoint_saver: CheckpointSaver | None = None
         self.hf_exporter: HfExporter | None = None
-        """On rank 0, if the run exports saved steps."""
 
         self.start_time = time.monotonic()
         self.step = self.first_step = 0
         """Number of optimizer steps done, including skipped ones."""
         self.skipped_steps = dict.fromkeys(SKIP_TEXTS, 0)
-        """Skipped steps of the whole run, by reason."""
         self.consecutive_skips: list[str] = []
         self.stop_requested = False
         """Whether a signal asked any rank to stop. Each step reports it to all ranks."""
@@ -137,9 +131,6 @@ class Trainer:
 
         A new run takes its weights from ``model.checkpoint`` or ``model.hf``; a resumed run gets them in
         :meth:`restore`.
-
-        Args:
-            model_options: those of :meth:`build_model`.
 
         Raises:
             SystemExit: a signal asked a rank to stop.
@@ -287,7 +278,7 @@ class Trainer:
             skipped = metadata["skipped_steps"]
             self.skipped_steps = {reason: int(skipped.get(reason, 0)) for reason in SKIP_TEXTS}
             self.source_totals = dict(metadata["sources"])
-            notes = field_change_notes(self.config, current_fields, dict(metadata["fields"]), self.step)
+            notes = field_change_notes(current_fields, dict(metadata["fields"]))
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{source.path / 'run.json'} is damaged: {reason}") from error

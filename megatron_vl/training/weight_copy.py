@@ -57,11 +57,7 @@ def _slices_and_shards(part: DistributedOptimizer) -> tuple[list[Tensor], list[T
 def shard_destinations(
     sub_optimizer: DistributedOptimizer, main_groups: list[list[Tensor]], model_groups: list[list[Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(slice of the model's buffers, shard) for the shards of each group's parameters.
-
-    Args:
-        main_groups, model_groups: for each group, the shards and the parameters of the model.
-    """
+    """(slice of the model's buffers, shard) for the shards of each group's parameters."""
     for main_group, model_group in zip(main_groups, model_groups, strict=True):
         for shard, parameter in zip(main_group, model_group, strict=True):
             bucket_range = sub_optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]

@@ -36,7 +36,7 @@ NEW_TOKENS = 12
 RUN = """
 model: {{hf: {hf}, checkpoint: {shards}}}
 data: {{path: {data}, seq_len: 1024, num_workers: 1}}
-parallel: {{tp: {ranks}, sequence_parallel: {parallel}, tp_comm_overlap: {overlap}}}
+parallel: {{tp: {ranks}, sequence_parallel: {parallel}}}
 eval: {{split: train, interval: 2, rows: 2}}
 checkpoint: {{dir: {run}, interval: 4}}
 platform: {platform}
@@ -129,9 +129,7 @@ def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> Non
     checks.run("data convert", "-m", "toolkit", "data", "convert", *source)
     run = work / "run.yaml"
     cuda = platform == "cuda"
-    several = str(ranks > 1).lower()
-    fields = {"parallel": several, "overlap": several if cuda else "false"}
-    fields["dtype"] = "bfloat16" if cuda else "float32"
+    fields = {"parallel": str(ranks > 1).lower(), "dtype": "bfloat16" if cuda else "float32"}
     paths = {name: work / name for name in ("hf", "shards", "data", "run")}
     run.write_text(RUN.format(**paths, **fields, ranks=ranks, platform=platform))
     checks.run("dry run", "-m", "toolkit", "train", "--dry-run", "--config", run, "--nproc-per-node", ranks)

@@ -127,9 +127,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("CP2, YaRN, qwen3_5", Q35, cp=2, yarn=YARN),
         case("TP2 + SP, YaRN, qwen3_vl", Q3, **TP2_SP, yarn=YARN),
         case("TP2 + SP", **TP2_SP),
-        case(
-            "TP2 + SP, collectives beside products", **TP2_SP, tp_comm_overlap=True, steps=[ROWS, TEXT_LAST]
-        ),
         case("PP2 x VPP2", pp=2, vpp=2),
         case("PP2 x VPP2, full recompute, inputs in host memory", pp=2, vpp=2, recompute=OFFLOADED),
         case("EP2, experts, overlap", MOE, ep=2, overlap=True, steps=THREE_STEPS),

@@ -96,7 +96,7 @@ def launch_all(largest_window: int) -> None:
     value = torch.zeros(patches, 32, 128, dtype=torch.bfloat16, requires_grad=True)
     log_decay, beta = torch.zeros(patches, 32), torch.zeros(patches, 32, dtype=torch.bfloat16)
     segment_ids = torch.zeros(patches, dtype=torch.int32)
-    output, _ = gated_delta_rule_triton.gated_delta_rule(query, key, value, log_decay, beta, segment_ids)
+    output = gated_delta_rule_triton.gated_delta_rule(query, key, value, log_decay, beta, segment_ids)
     output.sum().backward()
 
     rows, addresses = torch.zeros(512, 2048, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.int64)

@@ -20,7 +20,7 @@ from megatron_vl.kernels.linear_attention.gated_delta_rule import causal_conv, g
 from tests.kernels.relative import RATES, relative, same_bits_twice
 from tests.kernels.triton_checks import fix_interpreter
 
-NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
+NAMES = ("out", "dq", "dk", "dv", "dg", "dbeta")
 
 
 def numbers(lengths: list[int], device: str) -> Tensor:
@@ -60,43 +60,22 @@ def rule_inputs(
     return [t.detach().requires_grad_() for t in (q, k, v, g, beta)]
 
 
-def run(
-    rule: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], segments: Tensor, of_state: bool
-) -> list[Tensor]:
-    """out, state and all gradients; the gradient of the state is 0 or random.
-
-    A sixth input is the initial state.
-    """
-    out, state = rule(*inputs[:5], segments, initial_state=inputs[5] if len(inputs) > 5 else None)
+def run(rule: Callable[..., Tensor], inputs: list[Tensor], segments: Tensor) -> list[Tensor]:
+    """out and all gradients."""
+    out = rule(*inputs, segments)
     generator = torch.Generator().manual_seed(1)
-    dout, dstate = (
-        torch.randn(t.shape, generator=generator).to(out.device).to(inputs[2].dtype) for t in (out, state)
-    )
-    wanted = [(out * dout.to(out.dtype)).sum()]
-    if of_state:
-        wanted.append((state * dstate.to(state.dtype)).sum())
-    return [out.detach(), state.detach(), *torch.autograd.grad(sum(wanted), inputs)]
+    dout = torch.randn(out.shape, generator=generator).to(out.device).to(inputs[2].dtype)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
 
 
-def rule_errors(
-    lengths: list[int],
-    *shape,
-    of_state: bool = False,
-    initial_state: bool = False,
-    device: str = "cpu",
-    **kind,
-) -> dict[str, float]:
+def rule_errors(lengths: list[int], *shape, device: str = "cpu", **kind) -> dict[str, float]:
     """The relative error of each result (L2)."""
     inputs = rule_inputs(lengths, *shape, device=device, **kind)
-    if initial_state:
-        value_heads, value_dim = inputs[2].shape[1:]
-        first = torch.randn(value_heads, inputs[0].shape[2], value_dim, device=device)
-        inputs.append(first.requires_grad_())
     segments = numbers(lengths, device)
-    ours = same_bits_twice(*(run(gated_delta_rule, inputs, segments, of_state) for _ in range(2)))
+    ours = same_bits_twice(*(run(gated_delta_rule, inputs, segments) for _ in range(2)))
     wide = [t.detach().double().requires_grad_() for t in inputs]
-    exact = run(gated_delta_rule, wide, segments, of_state)
-    return {name: relative(a, b) for name, a, b in zip(NAMES, ours, exact, strict=False)}
+    exact = run(gated_delta_rule, wide, segments)
+    return {name: relative(a, b) for name, a, b in zip(NAMES, ours, exact, strict=True)}
 
 
 def changed_bits(lengths: list[int], which: int, device: str = "cpu") -> dict[str, float]:
@@ -105,12 +84,12 @@ def changed_bits(lengths: list[int], which: int, device: str = "cpu") -> dict[st
     inputs = rule_inputs(lengths, (1, 2), (32, 32), "slow", device=device)
     segments = numbers(lengths, device)
     own = segments == which
-    before = run(gated_delta_rule, inputs, segments, of_state=False)
+    before = run(gated_delta_rule, inputs, segments)
     other = [
         torch.where(own.view(-1, *[1] * (t.ndim - 1)), 0.7 * t, t).detach().requires_grad_() for t in inputs
     ]
-    after = run(gated_delta_rule, other, segments, of_state=False)
-    pairs = [(a, b) for i, (a, b) in enumerate(zip(before, after, strict=True)) if i != 1]  # not the state
+    after = run(gated_delta_rule, other, segments)
+    pairs = list(zip(before, after, strict=True))
     return {
         "others changed": float(sum((a[~own] != b[~own]).sum() for a, b in pairs)),
         "itself not changed": float(sum(torch.equal(a[own], b[own]) for a, b in pairs)),
@@ -158,14 +137,10 @@ def around_errors(
 def quick() -> dict[str, dict[str, float]]:
     return {
         "four sequences, a row that no chunk divides": rule_errors(
-            [1, 63, 3, 40], (2, 4), (32, 16), "as initialised", of_state=True
+            [1, 63, 3, 40], (2, 4), (32, 16), "as initialised"
         ),
         "less than a chunk, three value heads a key": rule_errors([5, 2], (1, 3), (16, 32), "mixed"),
-        "an initial state": rule_errors([70, 3], (1, 2), (32, 16), "slow", of_state=True, initial_state=True),
-        "an initial state over all chunks": rule_errors(
-            [130], (1, 1), (16, 32), "slow", of_state=True, initial_state=True
-        ),
-        "keys alike": rule_errors([130], (1, 1), (32, 32), "slow", alike=True, of_state=True),
+        "keys alike": rule_errors([130], (1, 1), (32, 32), "slow", alike=True),
         "bits": changed_bits([20, 41, 20], 1),
         "around": around_errors([1, 2, 1, 33, 3], 96, 2, 32),
         "around, one token": around_errors([1], 8, 1, 16),
@@ -176,15 +151,15 @@ def full() -> dict[str, dict[str, float]]:
     lengths = [1, 63, 64, 3, 83, 66]
     errors = {
         f"{heads}, {rates}, {'alike' if alike else 'random'}": rule_errors(
-            lengths, heads, (32, 32), rates, alike=alike, of_state=heads[0] == 2
+            lengths, heads, (32, 32), rates, alike=alike
         )
         for heads in ((2, 2), (1, 3), (2, 4))
         for rates in RATES
         for alike in (False, True)
     }
-    errors["heads of 128"] = rule_errors([1, 63, 3, 83, 50], (1, 2), (128, 128), "mixed", of_state=True)
+    errors["heads of 128"] = rule_errors([1, 63, 3, 83, 50], (1, 2), (128, 128), "mixed")
     errors["whole chunks"] = rule_errors([64, 128], (1, 1), (16, 16), "mixed")
-    errors["one token"] = rule_errors([1], (1, 2), (16, 16), "mixed", of_state=True)
+    errors["one token"] = rule_errors([1], (1, 2), (16, 16), "mixed")
     errors["bits"] = changed_bits([1, 63, 3, 83, 50], 2)
     errors["around"] = around_errors([1, 63, 3, 83, 50], 300, 3, 128)
     return errors
@@ -193,9 +168,7 @@ def full() -> dict[str, dict[str, float]]:
 def gpu() -> dict[str, dict[str, float]]:
     lengths = [1, 63, 64, 65, 700, 129, 1500, 900, 2000, 1770, 1000]
     errors = {
-        f"{heads}, {rates}, {len(row)} sequences": rule_errors(
-            row, heads, (128, 128), rates, device="cuda", of_state=True
-        )
+        f"{heads}, {rates}, {len(row)} sequences": rule_errors(row, heads, (128, 128), rates, device="cuda")
         for heads, rates, row in (
             ((16, 32), "as initialised", lengths),
             ((16, 32), "as initialised", [8192]),
@@ -204,10 +177,6 @@ def gpu() -> dict[str, dict[str, float]]:
             ((4, 8), "mixed", [1]),
         )
     }
-    for row in (lengths, [8192]):
-        errors[f"an initial state, {len(row)} sequences"] = rule_errors(
-            row, (16, 32), (128, 128), "slow", device="cuda", of_state=True, initial_state=True
-        )
     errors["smaller heads"] = rule_errors(lengths, (2, 4), (64, 64), "mixed", device="cuda")
     errors["bits"] = changed_bits([100, 41, 300], 1, "cuda")
     errors["around"] = around_errors(lengths, 8192, 32, 128, "cuda")

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_vl.kernels.attention.tower_attention import segment_attention, tower_attention
+from megatron_vl.kernels.attention.tower_attention import tower_attention
 from megatron_vl.kernels.attention.window_attention import window_attention
 from megatron_vl.kernels.experts.grouped_gemm import TilePlan, plan_tiles, row_product, weight_product
 from megatron_vl.kernels.experts.token_copies_triton import (
@@ -228,7 +228,6 @@ def launch_all() -> None:
     bounds = torch.tensor([0, PATCHES - 100, PATCHES], dtype=torch.int32)
     angles = absent(PATCHES, 40, dtype=torch.float32, grad=False)
     run(tower_attention(absent(PATCHES, 16 * 3 * 80), angles, angles, bounds, 80))
-    run(segment_attention(*(absent(PATCHES, 16, 72) for _ in range(3)), bounds))
     windows = torch.tensor([0, *range(PATCHES % 64, PATCHES + 1, 64)][-3:], dtype=torch.int32)
     run(window_attention(absent(PATCHES, 16 * 3 * 80), angles, angles, windows, 64, 80))
 

@@ -59,7 +59,7 @@ def mixed(inputs: list[Tensor], segments: Tensor, exchange: ShardExchange | None
     convolved = causal_conv(qkv, weight, segments, exchange=exchange)
     q, k, v = convolved.split(CHANNELS, dim=-1)
     heads = [t.unflatten(-1, (n, -1)) for t, n in ((q, KEY_HEADS), (k, KEY_HEADS), (v, VALUE_HEADS))]
-    return gated_delta_rule(*heads, g, beta, segments, exchange=exchange)[0]
+    return gated_delta_rule(*heads, g, beta, segments, exchange=exchange)
 
 
 def results(
@@ -77,7 +77,7 @@ def sharded(
     """The results of all ranks together, each of which computes its shard."""
     route = shard_route(bounds, group.size(), group.rank())
     tokens = slice(route.rank * route.length, (route.rank + 1) * route.length)
-    segments = make_segment_ids(torch.tensor(bounds, dtype=torch.int32), route.length, tokens.start)
+    segments = make_segment_ids(torch.tensor(bounds, dtype=torch.int32), bounds[-1])[tokens]
     exchange = ShardExchange(route, group) if route.any_cut and connected else None
     mine = results([*(t[tokens] for t in inputs[:3]), inputs[3]], segments, dout[tokens], exchange)
 

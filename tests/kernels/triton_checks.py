@@ -24,7 +24,7 @@ from triton.runtime import interpreter
 
 from megatron_vl.core_fixes.bias_gradients import use_column_sums
 from megatron_vl.kernels.attention import tower_tiles
-from megatron_vl.kernels.attention.tower_attention import segment_attention, tower_attention
+from megatron_vl.kernels.attention.tower_attention import tower_attention
 from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
 from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, AttentionTiles, KernelTile
 from megatron_vl.kernels.attention.window_attention import window_attention
@@ -80,16 +80,13 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return x * cos + torch.cat((-b, a), -1) * sin
 
 
-def by_segment(query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
-    """Torch's attention of [P, h, d], segment by segment."""
-    segments = ([t[a:b].transpose(0, 1) for t in (query, key, value)] for a, b in pairwise(bounds))
-    return torch.cat([F.scaled_dot_product_attention(*heads).transpose(0, 1) for heads in segments])
-
-
 def windows(qkv: Tensor, angles: Tensor, bounds: list[int], heads: int) -> Tensor:
-    """Torch's attention, window by window."""
+    """Torch's attention, segment by segment."""
     query, key, value = qkv.view(qkv.shape[0], heads, 3, -1).unbind(2)
-    return by_segment(rotate(query, angles), rotate(key, angles), value, bounds).flatten(1)
+    rotated = rotate(query, angles), rotate(key, angles), value
+    segments = ([t[a:b].transpose(0, 1) for t in rotated] for a, b in pairwise(bounds))
+    attended = [F.scaled_dot_product_attention(*segment).transpose(0, 1) for segment in segments]
+    return torch.cat(attended).flatten(1)
 
 
 def largest(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> float:
@@ -124,7 +121,12 @@ def cumulative(lengths: list[int]) -> list[int]:
 
 
 def attention_error(
-    lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: AttentionTiles | None = None
+    lengths: list[int],
+    heads: int,
+    head_dim: int,
+    device: str = "cpu",
+    tiles: AttentionTiles | None = None,
+    spread: float = 1.0,
 ) -> float:
     """Of the fused QKV output with RoPE: by the kernels of windows, or with ``tiles`` by those of a tower.
 
@@ -132,7 +134,8 @@ def attention_error(
     """
     bounds = cumulative(lengths)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    qkv = torch.randn(bounds[-1], heads * 3 * head_dim, device=device).to(dtype).requires_grad_()
+    qkv = spread * torch.randn(bounds[-1], heads * 3 * head_dim, device=device)
+    qkv = qkv.to(dtype).requires_grad_()
     angles = torch.rand(bounds[-1], head_dim // 2, device=device) * 10
     rotation = angles.cos(), angles.sin(), torch.tensor(bounds, dtype=torch.int32, device=device)
     if tiles is None:
@@ -143,18 +146,14 @@ def attention_error(
 
 
 def tower_error(
-    lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: AttentionTiles = SMALL
+    lengths: list[int],
+    heads: int,
+    head_dim: int,
+    device: str = "cpu",
+    tiles: AttentionTiles = SMALL,
+    spread: float = 1.0,
 ) -> float:
-    return attention_error(lengths, heads, head_dim, device, tiles)
-
-
-def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1.0) -> float:
-    """From query, key and value."""
-    bounds = cumulative(lengths)
-    inputs = [torch.randn(bounds[-1], heads, head_dim, requires_grad=True) for _ in range(3)]
-    heads_of = inputs[0] * spread, inputs[1], inputs[2]
-    ours = segment_attention(*heads_of, torch.tensor(bounds, dtype=torch.int32), SMALL)
-    return worst(ours, by_segment(*heads_of, bounds), inputs)
+    return attention_error(lengths, heads, head_dim, device, tiles, spread)
 
 
 @contextmanager
@@ -181,7 +180,7 @@ def many_segments_error() -> float:
     before = tower_tiles.SEARCH_BLOCK
     tower_tiles.SEARCH_BLOCK = tl.constexpr(4)
     try:
-        return plain_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
+        return tower_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
     finally:
         tower_tiles.SEARCH_BLOCK = before
 
@@ -646,8 +645,8 @@ def main() -> None:
         "tower, 72 a head": tower_error([33, 1, 0, 32, 47], 2, 72),
         "tower, 80 a head": tower_error([35, 4], 1, 80),
         "tower, 64 a head": tower_error([20, 1], 1, 64),
-        "plain, 72 a head, sharp": plain_error([1, 19, 16], 1, 72, spread=10.0),
-        "plain, 24 a head, more segments than are searched at once": many_segments_error(),
+        "tower, 72 a head, sharp": tower_error([1, 19, 16], 1, 72, spread=3.0),
+        "tower, 24 a head, more segments than are searched at once": many_segments_error(),
         "LayerNorm, one row": norm_error(1, 300, is_layer_norm=True),
         "LayerNorm, more rows than programs": norm_error(23, 36, is_layer_norm=True),
         "RMSNorm": norm_error(3, 1280),

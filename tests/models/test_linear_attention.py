@@ -16,11 +16,9 @@ SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9
 
 
 def test_what_was_never_tried_is_refused_by_name() -> None:
-    check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=False)
+    check_linear_attention(SPEC, Fp8Config())
     with pytest.raises(RunConfigError, match=r"fp8\.recipe tensorwise: qwen3_5 .* set it to none"):
-        check_linear_attention(SPEC, Fp8Config(recipe="tensorwise"), tp_comm_overlap=False)
-    with pytest.raises(RunConfigError, match=r"parallel\.tp_comm_overlap is not supported for qwen3_5"):
-        check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=True)
+        check_linear_attention(SPEC, Fp8Config(recipe="tensorwise"))
 
 
 @pytest.mark.ranks

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pdb
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +17,6 @@ from megatron_vl.parallel.heartbeat import (
     HeartbeatMonitor,
     ProgressClock,
     heartbeat_interval_s,
-    is_in_debugger,
 )
 from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.system.progress import (
@@ -126,10 +123,6 @@ def test_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch
     assert after(2) == 2 and after(2) == 4
     given[1].rank_progress.progress_count += 1  # one rank is enough
     assert after(2) == 0 and after(2) == 2
-    given[2].is_debugged = True
-    assert after(2) == 0 == after(2)
-    given[2].is_debugged = False
-    assert after(2) == 2
     assert after(500) == 0, "the whole job was stopped for a while"
     assert after(2) == 2
 
@@ -180,21 +173,6 @@ def test_only_the_very_process_is_killed() -> None:
         assert this.system_state() == "gone"
     finally:
         child.kill()
-
-
-def test_debugger_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    class Asked(pdb.Pdb):
-        def interaction(self, *arguments: object) -> None:
-            thread = threading.Thread(target=lambda: seen.append(is_in_debugger()))
-            thread.start()
-            thread.join()
-            self.set_continue()
-
-    assert not is_in_debugger()
-    Asked(nosigint=True).set_trace()
-    assert seen == [True] and not is_in_debugger()
 
 
 def test_line_without_the_token_is_ignored() -> None:

@@ -74,7 +74,6 @@ def without_cuda(config: TrainConfig) -> TrainConfig:
     return replace(
         config,
         fp8=Fp8Config(),
-        parallel=replace(config.parallel, tp_comm_overlap=False),
         recompute=replace(recompute_config, language_modules=language_modules),
     )
 

@@ -34,7 +34,7 @@ def built_examples(
 ) -> dict[str, Any]:
     """Core's orders of ``schedules``, and the tensors of the modules that each example builds."""
     get_platform("cpu")
-    cuda = "--fp8.recipe tensorwise --parallel.tp_comm_overlap true --recompute.language selective".split()
+    cuda = "--fp8.recipe tensorwise --recompute.language selective".split()
     cuda += ["--recompute.language_modules", "[layernorm]"]
     return {
         "orders": [[order_of_chunks(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in schedules],

@@ -142,6 +142,7 @@ def test_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capfd) 
     saved = steps.save(4)
     first = steps.exporter(4, 8)
     first.enqueue_export(saved)
+    first.advance()
     partial = steps.run / "hf" / "step_00000004.partial"
     deadline = time.monotonic() + 60
     while not partial.exists() and time.monotonic() < deadline:

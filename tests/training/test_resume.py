@@ -55,7 +55,6 @@ def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     assert "step_00000002 is not needed any more and could not be deleted" in first
     assert saved_checkpoints(run)[-1].step == 6 and "NOTE: fields" not in first
     assert "NOTE: fields have changed since the checkpoint: steps was 4, is 6\n" in second
-    assert "NOTE: the learning rate continues at 3.250e-04, and not at 1.000e-04\n" in second
 
 
 RATE = ["--optimizer.lr", "1e-3", "--optimizer.min_lr_ratio", "0"]
@@ -67,61 +66,33 @@ def recorded(hf: Path, *options: str) -> tuple[TrainConfig, dict[str, Any]]:
     return config, json.loads(json.dumps(recorded_fields(config, read_spec(hf), {"seq_len": 4096})))
 
 
-def test_resumed_run_names_changed_fields_and_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
+def test_resumed_run_names_changed_fields(tiny_checkpoint) -> None:
     hf = tiny_checkpoint("qwen2_5_vl")
-    before, saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")
-    assert field_change_notes(before, saved, saved, 2) == []
+    saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")[1]
+    assert field_change_notes(saved, saved) == []
 
     changed = ["--seed", "1", "--optimizer.weight_decay", "0", "--model.freeze_vision", "true"]
-    after, fields = recorded(hf, "--steps", "8", "--model.checkpoint", "b", *changed)
-    notes = [
+    fields = recorded(hf, "--steps", "8", "--model.checkpoint", "b", *changed)[1]
+    assert field_change_notes(fields, saved) == [
         "fields have changed since the checkpoint: model.freeze_vision was False, is True;"
         " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8",
-        "fields without effect on a resumed run have changed: model.checkpoint was 'a', is 'b';"
-        " seed was 1234, is 1",
-        "the learning rate continues at 8.536e-04, and not at 5.000e-04",
     ]
-    assert field_change_notes(after, fields, saved, 2) == notes
-    assert field_change_notes(after, fields, saved, 0) == notes[:2], "the schedules begin alike"
-    # A checkpoint may come from anybody.
-    huge = 10**400
-    for name, value in (("steps", "4"), ("optimizer.lr", huge), ("optimizer.warmup_steps", huge)):
-        [*_, last_note] = field_change_notes(after, fields, saved | {name: value}, 2)
-        assert "without effect" in last_note, "a rate was computed"
 
 
 def test_resumed_run_names_yarn_that_an_older_checkpoint_did_not_have(tiny_checkpoint) -> None:
     hf = tiny_checkpoint("qwen2_5_vl")
     config, saved = recorded(hf, "--steps", "4")
     del saved["model.rope_scaling"]
-    assert field_change_notes(config, recorded(hf, "--steps", "4")[1], saved, 2) == []
+    assert field_change_notes(recorded(hf, "--steps", "4")[1], saved) == []
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    [note] = field_change_notes(config, recorded_fields(config, read_spec(hf, yarn), {}), saved, 2)
+    [note] = field_change_notes(recorded_fields(config, read_spec(hf, yarn), {}), saved)
     assert note == f"fields have changed since the checkpoint: model.rope_scaling was None, is {yarn}"
-
-
-def test_resumed_run_names_another_decay_and_its_rate(tiny_checkpoint) -> None:
-    hf = tiny_checkpoint("qwen2_5_vl")
-    _, saved = recorded(hf, "--steps", "8")
-    decay = ["--optimizer.schedule", "wsd", "--optimizer.decay_steps"]
-    config, fields = recorded(hf, "--steps", "8", *decay, "2")
-    assert field_change_notes(config, fields, saved, 7) == [
-        "fields have changed since the checkpoint: optimizer.schedule was 'cosine', is 'wsd'",
-        "the learning rate continues at 5.000e-04, and not at 3.806e-05",
-    ]
-    assert field_change_notes(config, fields, fields, 7) == []
-    longer, after = recorded(hf, "--steps", "8", *decay, "4")
-    assert field_change_notes(longer, after, fields, 5) == [
-        "fields have changed since the checkpoint: optimizer.decay_steps was 2, is 4",
-        "the learning rate continues at 7.500e-04, and not at 1.000e-03",
-    ]
 
 
 def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -> None:
     def notes_text(family: str, old: str, new: str) -> str:
         hf = tiny_checkpoint(family)
-        config, fields = recorded(hf, *new.split())
-        return " ".join(field_change_notes(config, fields, recorded(hf, *old.split())[1], 2))
+        return " ".join(field_change_notes(recorded(hf, *new.split())[1], recorded(hf, *old.split())[1]))
 
     dense, experts = "qwen2_5_vl", "qwen3_vl_moe"
     for old, new in (
@@ -139,12 +110,6 @@ def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -
     assert vision_note in notes_text(dense, "", "--optimizer.vision_lr 5e-4")
     lora = "--lora.rank 4 --lora.dropout 0.1"
     assert "have changed since the checkpoint: seed was" in notes_text(dense, lora, f"{lora} --seed 1")
-
-    # The rate that goes on is that of a part that is trained.
-    tower_alone = "--model.freeze_language true --optimizer.vision_lr 2e-3 --steps 4"
-    assert "goes on at" not in notes_text(dense, tower_alone, f"{tower_alone} --optimizer.lr 5e-4")
-    tower_note = notes_text(dense, tower_alone, f"{tower_alone} --optimizer.vision_lr 4e-3")
-    assert tower_note.endswith("the learning rate continues at 2.000e-03, and not at 1.000e-03")
 
     # It is what the model's config says, unless a field says something else.
     assert notes_text(experts, "", "--model.moe_aux_loss 0") == ""

@@ -30,7 +30,7 @@ def whole(prepared: dict[str, Path]) -> Path:
     """Six steps on two ranks that share the experts, with load-balancing loss and a checkpoint
     every third step."""
     run = prepared["folder"] / "whole"
-    saves = ["--checkpoint.interval", "3", "--checkpoint.keep", "0", "--log.tensorboard", str(run / "board")]
+    saves = ["--checkpoint.interval", "3", "--checkpoint.keep", "0"]
     done = train(prepared, run, *LAYOUT, *saves, "--model.moe_aux_loss", "0.01", ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "x ep 2" in done.stdout
@@ -39,21 +39,11 @@ def whole(prepared: dict[str, Path]) -> Path:
 
 
 def test_busiest_expert_is_in_the_log(whole: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     lines = metrics(whole)
     assert all(
         1.0 <= line["expert_load"] <= 4.0 for line in lines
     )  # 2 of 8 experts a token: 4 is one pair for all
     assert all(1.0 <= line["expert_rank_load"] <= 2.0 for line in lines)  # two ranks
-    events = EventAccumulator(str(whole / "board"))
-    events.Reload()
-    layers = [
-        [event.value for event in events.Scalars(f"expert_load/layer_{layer:02d}")] for layer in range(4)
-    ]
-    assert [max(values) for values in zip(*layers, strict=True)] == pytest.approx(
-        [line["expert_load"] for line in lines]
-    )
 
 
 def test_another_layout_goes_on_where_the_run_stopped(

@@ -65,7 +65,6 @@ class ParityCase:
     ep: int = 1
     etp: int = 1
     sequence_parallel: bool = False
-    tp_comm_overlap: bool = False
     decoupled: bool = False
     """Whether every rank holds the vision tower."""
     patches: int = 0

@@ -32,27 +32,7 @@ from megatron_vl.kernels.attention.tower_heads import has_kernels
 from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, AttentionTiles
 
 
-class _SegmentAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, tiles: AttentionTiles
-    ) -> Tensor:
-        packed_qkv = torch.stack(
-            (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
-        ).contiguous()
-        attention_output, lse = attention_forward(packed_qkv, cu_seqlens, tiles.forward_tile)
-        ctx.save_for_backward(packed_qkv, attention_output, lse, cu_seqlens)
-        ctx.tiles = tiles
-        return attention_output
-
-    @staticmethod
-    def backward(ctx, output_grad: Tensor):
-        packed_qkv, attention_output, lse, cu_seqlens = ctx.saved_tensors
-        dqkv = attention_backward(packed_qkv, attention_output, output_grad, lse, cu_seqlens, None, ctx.tiles)
-        return *dqkv.unbind(2), None, None
-
-
-class _RotatedAttention(torch.autograd.Function):
+class _TowerAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, head_dim: int, tiles: AttentionTiles
@@ -70,25 +50,6 @@ class _RotatedAttention(torch.autograd.Function):
             packed_qkv, attention_output, output_grad, lse, cu_seqlens, (cos, sin), ctx.tiles
         )
         return dqkv.flatten(1), None, None, None, None, None
-
-
-def segment_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, tiles: AttentionTiles = DEFAULT_TILES
-) -> Tensor:
-    """Softmax attention within segments, from every query to every key.
-
-    Args:
-        query, key, value: [P, heads, head_dim]; head_dim is a multiple of 8 from 16 to 128.
-        cu_seqlens: int32 [segments + 1], covering all P patches; segments may be empty.
-
-    Returns:
-        [P, heads, head_dim].
-
-    Raises:
-        ValueError: the kernels do not support ``head_dim``.
-    """
-    _check_head_dim(query.shape[2])
-    return _SegmentAttention.apply(query, key, value, cu_seqlens, tiles)
 
 
 def tower_attention(
@@ -113,10 +74,6 @@ def tower_attention(
     Raises:
         ValueError: the kernels do not support ``head_dim``.
     """
-    _check_head_dim(head_dim)
-    return _RotatedAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, head_dim, tiles)
-
-
-def _check_head_dim(head_dim: int) -> None:
     if not has_kernels(head_dim):
         raise ValueError(f"head_dim {head_dim} is not supported; valid: multiples of 8 from 16 to 128")
+    return _TowerAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, head_dim, tiles)

@@ -14,7 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from megatron_vl.kernels.attention.tower_tiles import (
     AttentionTiles,
     KernelTile,
-    RotationAngles,
     accumulate_over_rows,
     dot_over_head_dim,
     find_segment,
@@ -126,8 +125,7 @@ def _load_grad_and_delta(
 def _query_grad_kernel(
     own_part1, own_part2, walked_part1, walked_part2, output_pointer, output_grad_pointer, lse, delta, dqkv,
     cos, sin, cu_seqlens, segments, log2_scale, width, score_scale,
-    ROTATED: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr,
+    OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of OWN queries of one head. Stores delta = sum(out * dout) for the other kernel."""
     segment_start, segment_end, first_row = find_segment(cu_seqlens, segments, OWN)
@@ -177,7 +175,7 @@ def _query_grad_kernel(
         first_row - segment_start,
         segment_end - segment_start,
         query_grad_parts,
-        ROTATED,
+        True,
         D,
         D1,
         D2,
@@ -188,8 +186,7 @@ def _query_grad_kernel(
 def _key_grad_kernel(
     own_part1, own_part2, walked_part1, walked_part2, output_grad_part1, output_grad_part2, lse, delta, dqkv,
     cos, sin, cu_seqlens, segments, log2_scale, score_scale,
-    ROTATED: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr,
-    D2: tl.constexpr,
+    OWN: tl.constexpr, STEP: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of OWN keys of one head from all queries of their segment.
 
@@ -244,7 +241,7 @@ def _key_grad_kernel(
         first_row - segment_start,
         segment_end - segment_start,
         key_grad_parts,
-        ROTATED,
+        True,
         D,
         D1,
         D2,
@@ -271,7 +268,7 @@ def launch_query_grad(
     output_grad: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    angles: RotationAngles,
+    angles: tuple[Tensor, Tensor],
     tile: KernelTile,
     delta: Tensor,
     dqkv: Tensor,
@@ -282,17 +279,9 @@ def launch_query_grad(
         *make_part_descriptors(planes, tile.own_rows),
         *make_part_descriptors(planes, tile.step_rows),
     )
-    kernel_tensors = attention_output, output_grad, lse, delta, dqkv, *(angles or (lse, lse)), cu_seqlens
+    kernel_tensors = attention_output, output_grad, lse, delta, dqkv, *angles, cu_seqlens
     extra_scalars = lse.shape[1], packed_qkv.shape[3] ** -0.5
-    launch_kernel(
-        _query_grad_kernel,
-        tile,
-        packed_qkv,
-        descriptors,
-        kernel_tensors,
-        *extra_scalars,
-        ROTATED=angles is not None,
-    )
+    launch_kernel(_query_grad_kernel, tile, packed_qkv, descriptors, kernel_tensors, *extra_scalars)
 
 
 def launch_key_grad(
@@ -300,7 +289,7 @@ def launch_key_grad(
     output_grad: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    angles: RotationAngles,
+    angles: tuple[Tensor, Tensor],
     tile: KernelTile,
     delta: Tensor,
     dqkv: Tensor,
@@ -318,7 +307,7 @@ def launch_key_grad(
         TensorDescriptor(statistic, statistic_shape, list(statistic.stride()), [1, tile.step_rows])
         for statistic in (lse, delta)
     )
-    kernel_tensors = dqkv, *(angles or (lse, lse)), cu_seqlens
+    kernel_tensors = dqkv, *angles, cu_seqlens
 
     launch_kernel(
         _key_grad_kernel,
@@ -327,7 +316,6 @@ def launch_key_grad(
         (*descriptors, *statistic_descriptors),
         kernel_tensors,
         packed_qkv.shape[3] ** -0.5,
-        ROTATED=angles is not None,
     )
 
 
@@ -337,10 +325,14 @@ def attention_backward(
     output_grad: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    angles: RotationAngles,
+    angles: tuple[Tensor, Tensor],
     tiles: AttentionTiles,
 ) -> Tensor:
-    """The gradient of query, key and value, [P, h, 3, d]."""
+    """The gradient of query, key and value before their rotation, [P, h, 3, d].
+
+    Args:
+        angles: cos and sin of the rotation.
+    """
     _, num_heads, patches, head_dim = packed_qkv.shape
     dqkv = packed_qkv.new_empty(patches, num_heads, 3, head_dim)
     delta = torch.empty_like(lse)

@@ -25,7 +25,6 @@ class KernelTile:
     """How a kernel divides its work."""
 
     own_rows: int
-    """Number of rows that a program computes."""
     step_rows: int
     """Number of rows of the other operand that a program processes at a time."""
     num_warps: int
@@ -39,9 +38,7 @@ class AttentionTiles:
 
     forward_tile: KernelTile = KernelTile(128, 64, 8, 3)
     query_tile: KernelTile = KernelTile(64, 32, 4, 3)
-    """For dQ."""
     key_tile: KernelTile = KernelTile(64, 32, 4, 3)
-    """For dK and dV."""
 
 
 DEFAULT_TILES = AttentionTiles()
@@ -184,7 +181,6 @@ def launch_kernel(
     descriptors: tuple[TensorDescriptor, ...],
     tensors: tuple[Tensor, ...],
     *extra_scalars: float,
-    **extra_constants: Any,
 ) -> None:
     """Launches a kernel. The last of ``tensors`` is cu_seqlens."""
     _, num_heads, num_patches, head_dim = packed_qkv.shape
@@ -205,9 +201,4 @@ def launch_kernel(
         D2=second_width,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **extra_constants,
     )
-
-
-RotationAngles = tuple[Tensor, Tensor] | None
-"""cos and sin of the rotation whose inverse is applied to gradients; None: there was no rotation."""

@@ -21,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_ROWS = 128
-"""Number of rows in a tile of a forward product or of its input gradient."""
 _PLAN_BLOCK_TILES = 128
 
 
@@ -310,7 +309,6 @@ def weight_product(
         output_grad, x: [rows, features out] and [rows, features in], contiguous. Rows must be a multiple of
             16 bytes.
         grad_addresses: int64 [experts], addresses of contiguous tensors [out, in] of ``dtype_like``'s type.
-        dtype_like: a tensor with the gradients' type.
         accumulate: whether to add to the old values. If so, the gradient of an expert without rows does not
             change. If not, it becomes zero.
     """

@@ -18,9 +18,7 @@ _MIN_SLOTS = 32
 """Smallest number of slots for a row of the table: one for each lane of a warp, which finds the smallest
 row_id in one instruction."""
 _BLOCK_ELEMENTS = 1024
-"""Number of elements that one program of :func:`_copy_parts_kernel` copies."""
 _END_ROW_ID = tl.constexpr(2**31 - 1)
-"""Larger than any row_id."""
 
 
 @triton.jit

@@ -20,9 +20,7 @@ from torch import Tensor
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 
 _BLOCK_CHANNELS = 256
-"""Channels of one program."""
 _BLOCK_TOKENS = 16
-"""Tokens of one program."""
 _CONV_WIDTH = 4
 """The only width that the kernels support. Every released model's convolution has it."""
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_vl.kernels.linear_attention.delta_rule_chunks import (
     CHUNK_TOKENS,
     DELTA_RULE_CONFIG,
-    DeltaRuleConfig,
     choose_scan_options,
     compute_border_factors,
     compute_inverse_length,
@@ -357,23 +356,19 @@ def run_backward(
     segment_ids: Tensor,
     saved: Saved,
     output_grad: Tensor,
-    final_state_grad: Tensor | None,
-    qkv_grads: tuple[Tensor, Tensor, Tensor],
-    config: DeltaRuleConfig = DELTA_RULE_CONFIG,
-    *,
-    exchange: ShardExchange | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Writes the gradients of q, k and v to ``qkv_grads``.
+    exchange: ShardExchange | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, log_decay and beta.
 
     Args:
-        saved: the third result of :func:`run_forward`.
+        saved: the second result of :func:`run_forward`.
         output_grad: the gradient of the outputs, [S, Vh, V], contiguous.
-        final_state_grad: the gradient of the final state, float32 [Vh, K, V], contiguous; None: zero.
-        exchange: supplies ``final_state_grad``, from the gradients of all shards of the row.
-
-    Returns:
-        The gradients of log_decay, beta and the initial state (None if the row has none).
+        exchange: supplies the gradient of the final state, from the gradients of all shards of the row.
     """
+    config = DELTA_RULE_CONFIG
+    query_grad, key_grad, value_grad = (
+        torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
+    )
     num_tokens, num_value_heads, value_width = v.shape
     num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), read_kernel_sizes(q, v)
     tile_shape = (num_chunks, num_value_heads, CHUNK_TOKENS)
@@ -402,6 +397,7 @@ def run_backward(
 
     scan_options = choose_scan_options(config, v)
     scans = triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads
+    final_state_grad = None
     goes_on = exchange is not None and exchange.route.tokens_after > 0
     if exchange is not None and goes_on:
         gradient = torch.zeros_like(final_state)
@@ -423,7 +419,7 @@ def run_backward(
     if exchange is not None and not goes_on:
         exchange.final_gradient(torch.zeros_like(final_state) if dinitial is None else dinitial, None)
 
-    key_heads, (query_grad, key_grad, value_grad) = q.shape[1], qkv_grads
+    key_heads = q.shape[1]
     _query_gradients_kernel[key_heads, num_chunks](
         q, k, log_decay, segment_ids, output_grad, delta_values, chunk_states, query_grad, write_scale,
         num_tokens, *token_strides[:2], query_grad.stride(0), SCALE=query_scale,
@@ -443,4 +439,4 @@ def run_backward(
         num_tokens, *token_strides[1:], key_grad.stride(0), value_grad.stride(0),
         num_warps=config.key_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
-    return log_decay_grad, beta_grad, dinitial
+    return query_grad, key_grad, value_grad, log_decay_grad, beta_grad

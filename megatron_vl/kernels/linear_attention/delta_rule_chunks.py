@@ -35,7 +35,6 @@ class DeltaRuleConfig:
     scan_columns: int = 64
     """Number of the state's V columns that one program of a scan keeps."""
     scan_stages: int = 3
-    """Stages of a scan's software pipeline."""
     solve_precision: str = "tf32"
     """Input precision of products of float32 operands: those that invert the triangular system."""
 

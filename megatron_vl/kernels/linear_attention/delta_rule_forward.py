@@ -16,7 +16,6 @@ from megatron_vl.kernels.linear_attention.delta_rule_chunks import (
     BASE_BLOCK,
     CHUNK_TOKENS,
     DELTA_RULE_CONFIG,
-    DeltaRuleConfig,
     choose_scan_options,
     compute_border_factors,
     compute_inverse_length,
@@ -135,11 +134,8 @@ def run_forward(
     log_decay: Tensor,
     beta: Tensor,
     segment_ids: Tensor,
-    config: DeltaRuleConfig = DELTA_RULE_CONFIG,
-    *,
-    initial: Tensor | None = None,
-    exchange: ShardExchange | None = None,
-) -> tuple[Tensor, Tensor, Saved]:
+    exchange: ShardExchange | None,
+) -> tuple[Tensor, Saved]:
     """Runs the forward kernels.
 
     Args:
@@ -147,12 +143,12 @@ def run_forward(
         v: [S, Vh, V].
         log_decay, beta: [S, Vh].
         segment_ids: [S].
-        initial: the state before the row, float32 [Vh, K, V], contiguous.
-        exchange: supplies ``initial``, from the maps of all shards of the row.
+        exchange: supplies the state before the row, from the maps of all shards of the row.
 
     Returns:
-        The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and what :func:`run_backward` needs.
+        The outputs [S, Vh, V], and what :func:`run_backward` needs.
     """
+    config = DELTA_RULE_CONFIG
     num_tokens, num_value_heads, value_width = v.shape
     num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), read_kernel_sizes(q, v)
     tile_shape = (num_chunks, num_value_heads, CHUNK_TOKENS)
@@ -169,7 +165,7 @@ def run_forward(
     # The three kernels: the triangular systems, the states chunk by chunk, and the outputs.
     precision_option = {"PRECISION": config.solve_precision}
     token_strides = (q.stride(0), k.stride(0), v.stride(0))
-    continues = initial is not None or (exchange is not None and exchange.route.tokens_before > 0)
+    continues = exchange is not None and exchange.route.tokens_before > 0
     _solve_kernel[num_value_heads, num_chunks](
         k, v, log_decay, beta, segment_ids, system_inverse, w, u, write_scale, state_decay,
         num_tokens, *token_strides[1:],
@@ -177,7 +173,7 @@ def run_forward(
     )  # fmt: skip
 
     scan_options = choose_scan_options(config, v)
-    transition = None
+    initial = transition = None
     if exchange is not None and continues:
         # The map of the shard comes before its states, so that later ranks do not wait for these.
         local_state = torch.zeros_like(final_state)
@@ -205,4 +201,4 @@ def run_forward(
         SCALE=q.shape[2] ** -0.5, num_warps=config.output_warps,
         **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
-    return rule_output, final_state, Saved(system_inverse, initial, transition)
+    return rule_output, Saved(system_inverse, initial, transition)

@@ -30,19 +30,11 @@ from megatron_vl.kernels.sizes import DELTA_CHUNK
 from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
 CHUNK_TOKENS = DELTA_CHUNK
-"""Number of tokens that are computed together."""
 
 
-def make_segment_ids(cu_seqlens: Tensor, num_tokens: int, first_token: int = 0) -> Tensor:
-    """The sequence number of each token, int32 [num_tokens].
-
-    Args:
-        cu_seqlens: int32 [sequences + 1], bounds of the sequences in the row.
-        first_token: position in the row of the first of the tokens.
-    """
-    tokens = torch.arange(
-        first_token, first_token + num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device
-    )
+def make_segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    """The sequence number of each token of a row, int32 [num_tokens]."""
+    tokens = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
 
 
@@ -157,9 +149,8 @@ def gated_delta_rule(
     beta: Tensor,
     segment_ids: Tensor,
     *,
-    initial_state: Tensor | None = None,
     exchange: ShardExchange | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Applies the gated delta rule to a packed row.
 
     It computes in float32, or in float64 for float64 queries. Each key head serves ``Vh / Kh`` value heads.
@@ -170,26 +161,22 @@ def gated_delta_rule(
         log_decay: logarithm of the decay, float32 [S, Vh].
         beta: [S, Vh].
         segment_ids: sequence number of each token, [S], ascending.
-        initial_state: the state before the first token, [Vh, K, V] in the type of the computation, if the
-            first sequence began before the row; None: it begins with the row.
         exchange: the exchange with the ranks that hold the other shards of the row. It supplies the initial
             state and the gradient of the final one. With it, the call and its backward pass are collective.
 
     Returns:
-        The outputs [S, Vh, V] in the values' type, and the state [Vh, K, V] after the last token. With
-        ``exchange``, autograd does not follow the state.
+        [S, Vh, V] in the values' type.
     """
-    assert initial_state is None or exchange is None, "the exchange supplies the initial state"
     if _uses_kernels(query) and not (query.is_cuda and query.dtype == torch.float32):
         from megatron_vl.kernels.linear_attention import gated_delta_rule_triton
 
         if gated_delta_rule_triton.is_supported(query, key, value):
             return gated_delta_rule_triton.gated_delta_rule(
-                query, key, value, log_decay, beta, segment_ids, initial_state, exchange
+                query, key, value, log_decay, beta, segment_ids, exchange
             )
     if exchange is not None:
         return _ShardRule.apply(query, key, value, log_decay, beta, segment_ids, exchange)
-    return _torch_rule(query, key, value, log_decay, beta, segment_ids, initial_state)
+    return _torch_rule(query, key, value, log_decay, beta, segment_ids)[0]
 
 
 def _torch_rule(
@@ -201,6 +188,7 @@ def _torch_rule(
     segment_ids: Tensor,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """The outputs, and the state after the last token [Vh, K, V]."""
     num_tokens = query.shape[0]
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
     value_heads_per_key_head = value.shape[1] // key.shape[1]
@@ -238,7 +226,7 @@ class _ShardRule(torch.autograd.Function):
         beta: Tensor,
         segment_ids: Tensor,
         exchange: ShardExchange,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         inputs = (query, key, value, log_decay, beta)
         _, local_state = _torch_rule(*inputs, segment_ids)
 
@@ -252,14 +240,13 @@ class _ShardRule(torch.autograd.Function):
             _, transition = _torch_rule(query, key, zero_values, log_decay, beta, segment_ids, unit_states)
 
         initial_state = exchange.initial_state(local_state, transition)
-        rule_output, state = _torch_rule(*inputs, segment_ids, initial_state)
+        rule_output, _ = _torch_rule(*inputs, segment_ids, initial_state)
         ctx.save_for_backward(*inputs, segment_ids, transition, initial_state)
         ctx.exchange = exchange
-        ctx.mark_non_differentiable(state)
-        return rule_output, state
+        return rule_output
 
     @staticmethod
-    def backward(ctx, output_grad: Tensor, _: Tensor):
+    def backward(ctx, output_grad: Tensor):
         *inputs, segment_ids, transition, initial_state = ctx.saved_tensors
         continues = initial_state is not None
 
@@ -332,7 +319,6 @@ def _chunk_decays(
 
     Args:
         log_decay: [chunks, heads, CHUNK, 1].
-        segment_ids: [chunks, CHUNK].
         continues_state: whether the first sequence continues a state from before the row.
 
     Returns:

@@ -63,41 +63,20 @@ class _GatedDeltaRule(torch.autograd.Function):
         log_decay: Tensor,
         beta: Tensor,
         segment_ids: Tensor,
-        initial: Tensor | None,
         exchange: ShardExchange | None,
-    ) -> tuple[Tensor, Tensor]:
-        rule_output, final_state, saved = run_forward(
-            q, k, v, log_decay, beta, segment_ids, initial=initial, exchange=exchange
-        )
+    ) -> Tensor:
+        rule_output, saved = run_forward(q, k, v, log_decay, beta, segment_ids, exchange)
         ctx.save_for_backward(q, k, v, log_decay, beta, segment_ids, *saved)
         ctx.exchange = exchange
-        ctx.set_materialize_grads(False)
-        if exchange is not None:
-            ctx.mark_non_differentiable(final_state)
-        return rule_output, final_state
+        return rule_output
 
     @staticmethod
-    def backward(ctx, output_grad: Tensor | None, state_grad: Tensor | None):
+    def backward(ctx, output_grad: Tensor):
         q, k, v, log_decay, beta, segments, *tensors = ctx.saved_tensors
-        query_grad, key_grad, value_grad = (
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
+        gradients = run_backward(
+            q, k, v, log_decay, beta, segments, Saved(*tensors), output_grad.contiguous(), ctx.exchange
         )
-        output_grad = torch.zeros_like(value_grad) if output_grad is None else output_grad.contiguous()
-        state_grad = None if state_grad is None else state_grad.contiguous()
-        saved, grads = Saved(*tensors), (query_grad, key_grad, value_grad)
-        log_decay_grad, beta_grad, dinitial = run_backward(
-            q, k, v, log_decay, beta, segments, saved, output_grad, state_grad, grads, exchange=ctx.exchange
-        )
-        return (
-            query_grad,
-            key_grad,
-            value_grad,
-            log_decay_grad,
-            beta_grad,
-            None,
-            dinitial if ctx.exchange is None else None,
-            None,
-        )
+        return *gradients, None, None
 
 
 def is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -126,12 +105,10 @@ def gated_delta_rule(
     log_decay: Tensor,
     beta: Tensor,
     segment_ids: Tensor,
-    initial: Tensor | None = None,
     exchange: ShardExchange | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """As :func:`megatron_vl.kernels.linear_attention.gated_delta_rule.gated_delta_rule`."""
     q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
-    initial = None if initial is None else initial.float().contiguous()
     return _GatedDeltaRule.apply(
-        q, k, v, log_decay.contiguous(), beta.contiguous(), segment_ids.contiguous(), initial, exchange
+        q, k, v, log_decay.contiguous(), beta.contiguous(), segment_ids.contiguous(), exchange
     )

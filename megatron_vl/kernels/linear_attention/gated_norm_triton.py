@@ -14,7 +14,6 @@ from torch import Tensor
 _BLOCK_ROWS = 16
 """Rows of a block. A row is one head of one token."""
 _BLOCKS_PER_PROGRAM = 8
-"""Blocks that one program of the backward pass processes."""
 
 
 @triton.jit

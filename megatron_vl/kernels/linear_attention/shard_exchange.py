@@ -28,9 +28,7 @@ class ShardRoute:
     """How sequences cross the edges of one rank's shard. All numbers are known on the host."""
 
     rank: int
-    """Number of the shard in the row, from 0."""
     length: int
-    """Number of tokens of each shard."""
     tokens_before: int
     """Number of tokens of the shard's first sequence that lie on earlier ranks; 0: it begins here."""
     tokens_after: int
@@ -65,7 +63,6 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
 
     Args:
         cu_seqlens: bounds of the sequences in the whole row, ascending from 0 to S, on the host.
-        cp_size: number of ranks that share the row.
 
     Raises:
         ValueError: the row does not divide into ``cp_size`` shards.

@@ -33,10 +33,8 @@ class AdamCoefficients(NamedTuple):
 
     beta1: float
     one_minus_beta1: float
-    """1 - beta1."""
     beta2: float
     one_minus_beta2: float
-    """1 - beta2."""
     bias_correction1: float
     """1 / (1 - beta1 to the power of ``step_count``), which corrects the first moment's bias."""
     bias_correction2: float
@@ -44,9 +42,7 @@ class AdamCoefficients(NamedTuple):
     lr: float
     weight_decay: float
     gradient_scale: float
-    """Factor of the gradients."""
     step_count: int
-    """Adam's step count after this step."""
 
     @classmethod
     def from_param_group(
@@ -89,12 +85,9 @@ class ParameterSlice:
     gradient: Tensor
     """fp32, contiguous, with the elements of ``weight``."""
     start_element: int
-    """First element of the slice in ``weight`` and ``gradient``."""
     num_elements: int
     state_offset: int
-    """First element of the slice's state in the chunk."""
     coefficients_index: int
-    """Index of the slice's coefficients in :class:`StepCoefficients`."""
 
     def slice_of(self, tensor: Tensor) -> Tensor:
         """The slice [num_elements] of ``weight`` or ``gradient``."""
@@ -116,11 +109,7 @@ class LaunchTables:
     def update_tables(
         self, parameter_slices: Sequence[ParameterSlice], block_size: int, device: torch.device
     ) -> None:
-        """Updates the tables. It copies to the device only if an address or an index has changed.
-
-        Args:
-            block_size: number of elements of a block.
-        """
+        """Updates the tables. It copies to the device only if an address or an index has changed."""
         new_records = [_slice_record(parameter_slice) for parameter_slice in parameter_slices]
         if new_records == self.slice_records:
             return

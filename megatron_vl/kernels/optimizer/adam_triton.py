@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_vl.kernels.optimizer.master_halves_triton import join_bits, split_bits
 
 BLOCK_ELEMENTS = 2048
-"""Elements of a program."""
 _SIGN = tl.constexpr(-0x80000000)
 # The factors of the hash in :mod:`megatron_vl.kernels.optimizer.moments`.
 _SECOND = tl.constexpr(0x9E3779B1 - (1 << 32))

@@ -36,9 +36,7 @@ class RowSplits(NamedTuple):
     """The numbers of rows that ranks exchange."""
 
     rows_sent: list[int]
-    """Rows sent, by the rank that receives them."""
     rows_received: list[int]
-    """Rows received, by the rank that sent them."""
     num_expert_rows: int
     """Rows of the local experts: each received row counts once for each of its local experts."""
 
@@ -333,7 +331,6 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
     """Core's dispatcher, except that some tokens may have no expert."""
 
     padded = False
-    """Whether the current row has padding."""
 
     @staticmethod
     def with_a_row(routing_map: Tensor) -> Tensor:

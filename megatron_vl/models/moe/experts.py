@@ -12,6 +12,7 @@ A model has many experts, so the host avoids work per expert: the kernel adds we
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -208,7 +209,6 @@ class PlannedLinear:
     """
 
     takes_tile_plan = False
-    """Whether the layer gets tile plans, and not row counts."""
 
     def forward(self, x: Tensor, m_splits: Any) -> tuple[Tensor, None]:
         """x [rows, in], sorted by expert (or tokens, see the plan) -> [rows, out] and no bias."""
@@ -225,12 +225,9 @@ class PlannedLinear:
             keep_output("experts", weights, output)
         return output, None
 
-    @property
+    @functools.cached_property
     def expert_weights(self) -> ExpertWeights:
-        cached_weights = self.__dict__.get("_expert_weights")
-        if cached_weights is None:
-            cached_weights = self.__dict__["_expert_weights"] = ExpertWeights(self, self.num_gemms)  # type: ignore[arg-type, attr-defined]
-        return cached_weights
+        return ExpertWeights(self, self.num_gemms)  # type: ignore[arg-type, attr-defined]
 
 
 class GroupedExperts(TEGroupedMLP):
@@ -239,7 +236,6 @@ class GroupedExperts(TEGroupedMLP):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.planned = self.config.params_dtype == torch.bfloat16 and not self.config.fp8
-        """Whether our kernels are used."""
         for grouped_linear in (self.linear_fc1, self.linear_fc2):
             grouped_linear.takes_tile_plan = self.planned
 

@@ -36,8 +36,6 @@ class GroupedAdapter(nn.Module):
 
     Args:
         factors_a, factors_b: A [rank, in] and B [out, rank] of each expert.
-        scale: what the product is multiplied by.
-        is_expert_parallel: whether other ranks hold other experts.
     """
 
     def __init__(

@@ -52,12 +52,7 @@ from megatron_vl.spec.layout import Layout
 def moe_core_settings(
     platform: Platform, language_spec: LanguageSpec, layout: Layout, *, aux_loss_coefficient: float
 ) -> dict[str, Any]:
-    """Megatron-core's settings for the experts.
-
-    Args:
-        aux_loss_coefficient: coefficient of the load-balancing loss as ``transformers`` defines it; 0: no
-            such loss.
-    """
+    """Megatron-core's settings for the experts."""
     moe_spec, is_cuda = language_spec.moe, platform.name == "cuda"
     assert moe_spec is not None
     num_expert_layers = sum(map(language_spec.has_experts, range(language_spec.num_layers)))
@@ -135,11 +130,7 @@ class CountingRouter(TopKRouter):
 
 
 def moe_layer(platform: Platform, column_linear: Any, row_linear: Any) -> Any:
-    """The constructor of a decoder layer's mixture of experts, which replaces its MLP.
-
-    Args:
-        column_linear, row_linear: the classes of the platform's linear layers.
-    """
+    """The constructor of a decoder layer's mixture of experts, which replaces its MLP."""
     dense_submodules = MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
     experts_builder: Any = partial(SequentialMLP, submodules=dense_submodules)
     if platform.has_transformer_engine:
@@ -193,9 +184,6 @@ def reset_router_counts(chunks: Iterable[nn.Module], device_rows: Sequence[Devic
     """Sets the routers' counts to zero and the scale of their load-balancing loss.
 
     Collective over the data-parallel and context-parallel ranks, without host synchronisation.
-
-    Args:
-        device_rows: this replica's rows of the step, or this rank's parts of them.
     """
     local_routers = list(iterate_routers(chunks))
     if not local_routers:

@@ -26,7 +26,6 @@ class Rank0Gather:
         self.rank = rank
         self.round_number = 0
         self.answer_key = ""
-        """Key of rank 0's latest answer."""
 
     def begin_round(self) -> None:
         """Starts the next round. Call it on all ranks."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +29,6 @@ from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter
 from megatron_vl.training.step import SKIP_TEXTS, StepResult
 
-MAX_LIST_BYTES = 4 << 20
-"""Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""
-MAX_BACKLOG_SAMPLES = 10_000
-"""Largest number of samples that a rank keeps for the lists of later lines. Further ones are only counted."""
 LINE_CHARS = 100
 """Largest width of a printed line, unless a single part of it is longer."""
 _LARGEST = ("data_wait_s", "memory_gib")
@@ -56,7 +51,6 @@ class StepMetrics:
     images: int = 0
     patches: int = 0
     dropped_samples: int = 0
-    """Samples that could not be used."""
     sending_ranks: int = 0
     """Ranks that also send a message (see :mod:`megatron_vl.training.report.gather`)."""
     data_wait_s: float = 0.0
@@ -97,9 +91,6 @@ class MetricsLog:
 
     Speed is measured by the wall clock over whole steps, data loading included, between two printed lines.
     Tokens do not include the padded tails of rows.
-
-    Args:
-        blend_sources: the sources of the blend; empty if the data set is no blend.
     """
 
     def __init__(
@@ -119,7 +110,6 @@ class MetricsLog:
         self.drop_reasons: Counter[str] = Counter()
         self.sample_keys: list[list[str]] = []
         self.unsent_samples: list[dict[str, Any]] = []
-        """Samples that could not be used and that were not yet sent to rank 0."""
         self.quarantined_ids: set[tuple[str, ...]] = set()
         self.bad_sample_meter = BadSampleMeter(config.data.max_bad_share)
         self.source_meter = SourceMeter(blend_sources)
@@ -129,11 +119,7 @@ class MetricsLog:
         self.sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
 
     def add_step(self, step_batch: StepBatch, source_counts: SourceCounts | None = None) -> None:
-        """Counts a step's rows. Only the rank of each replica that owns the loader counts them.
-
-        Args:
-            source_counts: numbers by source of the whole step, equal on all ranks.
-        """
+        """Counts a step's rows. Only the rank of each replica that owns the loader counts them."""
         self.interval_steps += 1
         self.source_meter.add(source_counts)
         if not self.grid.owns_loader:
@@ -160,7 +146,7 @@ class MetricsLog:
 
         if self.config.log.samples:
             self.sample_keys += step_batch.sample_keys
-        self.unsent_samples = (self.unsent_samples + step_batch.dropped_samples)[:MAX_BACKLOG_SAMPLES]
+        self.unsent_samples += step_batch.dropped_samples
 
     def log_step(
         self,
@@ -170,11 +156,7 @@ class MetricsLog:
         skipped_steps: Mapping[str, int],
         source_passes: Mapping[str, float],
     ) -> dict[str, Any]:
-        """Prints the line of ``step`` (one-based) and returns its numbers. Collective.
-
-        Args:
-            source_passes: as for :meth:`SourceMeter.take_line`.
-        """
+        """Prints the line of ``step`` (one-based) and returns its numbers. Collective."""
         self.step_metrics.memory_gib = self.platform.peak_memory_gib()
         has_lists = bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
         self.step_metrics.sending_ranks = int(has_lists)
@@ -194,7 +176,7 @@ class MetricsLog:
             **{f"lr/{part}": rate for part, rate in learning_rates.items()},
             **{f"skipped/{reason}": count for reason, count in skipped_steps.items()},
             **totals.speed_metrics(elapsed_s, self.interval_steps, self.grid.world_size, self.peak_tflops),
-            **self._expert_load_metrics(step, step_result),
+            **self._expert_load_metrics(step_result),
             "samples": totals.samples,
             "images": totals.images,
             "patches": totals.patches,
@@ -213,7 +195,6 @@ class MetricsLog:
     def _gather_sample_lists(self, step: int, totals: StepMetrics) -> tuple[dict[str, int], dict[str, Any]]:
         """Sends the lists of samples from the loaders' owners to rank 0, which writes them. Collective.
 
-        The size of one line's lists is bounded for all ranks together. Other samples wait for the next line.
         Returns (number of unusable samples by reason, details of the listed ones by reason) on all ranks.
         """
         if not totals.sending_ranks:
@@ -221,11 +202,13 @@ class MetricsLog:
 
         self.rank_0_gather.begin_round()
         if self.step_metrics.sending_ranks:
-            max_bytes = MAX_LIST_BYTES // totals.sending_ranks
-            dropped, self.unsent_samples = _split_by_size(self.unsent_samples, max_bytes)
-            message = {"reasons": self.drop_reasons, "dropped": dropped, "keys": self.sample_keys}
+            message = {
+                "reasons": self.drop_reasons,
+                "dropped": self.unsent_samples,
+                "keys": self.sample_keys,
+            }
             self.rank_0_gather.send_message(self.grid.dp_rank, message)
-            self.drop_reasons, self.sample_keys = Counter(), []
+            self.drop_reasons, self.unsent_samples, self.sample_keys = Counter(), [], []
 
         reasons: Counter[str] = Counter()
         listed: list[dict[str, Any]] = []
@@ -264,22 +247,18 @@ class MetricsLog:
         local_counts = {f"{DROPPED_PREFIX}{reason}": count for reason, count in self.drop_reasons.items()}
         return self.bad_sample_meter.state_dict(), {"samples": self.step_metrics.samples, **local_counts}
 
-    def _expert_load_metrics(self, step: int, step_result: StepResult) -> dict[str, float]:
+    def _expert_load_metrics(self, step_result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert divided by its layer's mean, in the worst layer.
 
-        With expert parallelism also ``expert_rank_load`` (:func:`busiest_rank_load`). The sinks get the load
-        of every expert, relative to the mean of its layer.
+        With expert parallelism also ``expert_rank_load`` (:func:`busiest_rank_load`).
         """
         if step_result.expert_load is None:
             return {}
         tokens = step_result.expert_load.double().cpu()
-        layers = tokens.sum(1).nonzero()[:, 0].tolist()
-        loads = {layer: tokens[layer] / tokens[layer].mean() for layer in layers}
-        for sink in self.sinks:
-            sink.write_expert_load(step, loads)
-        metrics = {"expert_load": max(float(load.max()) for load in loads.values())}
+        tokens = tokens[tokens.sum(1) > 0]  # the layers with experts
+        metrics = {"expert_load": float((tokens.amax(1) / tokens.mean(1)).max())}
         if (ep := self.grid.sharding.ep) > 1:
-            metrics["expert_rank_load"] = busiest_rank_load(tokens[layers], ep)
+            metrics["expert_rank_load"] = busiest_rank_load(tokens, ep)
         return metrics
 
     def _print_line(self, metrics: dict[str, Any], source_text: str, skip_reason: str) -> None:
@@ -332,11 +311,7 @@ class MetricsLog:
         self.interval_start += excluded_s
 
     def close(self, has_failed: bool = False) -> None:
-        """Closes the sinks.
-
-        Args:
-            has_failed: whether the run ends with an error.
-        """
+        """Closes the sinks."""
         for sink in self.sinks:
             sink.close(has_failed)
 
@@ -352,19 +327,6 @@ def busiest_rank_load(expert_tokens: Tensor, ep: int) -> float:
     """
     rank_tokens = expert_tokens.unflatten(1, (ep, -1)).sum(2)
     return float((rank_tokens.amax(1) / rank_tokens.mean(1)).mean())
-
-
-def _split_by_size(
-    samples: list[dict[str, Any]], max_bytes: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The first samples up to about ``max_bytes`` bytes (at least one sample), and the remaining ones."""
-    count, used_bytes = 0, 0
-    for sample in samples:
-        used_bytes += len(json.dumps(sample))
-        if count and used_bytes > max_bytes:
-            break
-        count += 1
-    return samples[:count], samples[count:]
 
 
 def mtp_text(numbers: Mapping[str, Any]) -> str:

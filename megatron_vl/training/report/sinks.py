@@ -15,9 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron_vl.config import TrainConfig
 from megatron_vl.system import durable_files
 from megatron_vl.system.durable_files import drop_incomplete_line
@@ -31,9 +28,7 @@ SPEED_METRICS = (
     *("step_s", "tokens_per_s_per_rank", "tflops_per_rank", "vision_flops_share", "mfu"),
     *("memory_gib", "data_wait_s"),
 )
-"""The numbers of a printed line that say how fast training is, and not what it learns."""
 WANDB_RUN_FILE = "wandb.json"
-"""The file with the id of the W&B run, in the folder of the checkpoints."""
 WANDB_FINISH_TIMEOUT_S = 60
 """Seconds that the end of a run waits at most for metrics that W&B has not sent yet."""
 
@@ -43,13 +38,10 @@ class ValidationResult:
     """The result of an evaluation, equal on all ranks."""
 
     loss: float
-    """Mean loss over all loss tokens of the rows."""
     loss_tokens: int
     elapsed_s: float
     rows: str = ""
-    """Digest of the rows."""
     mtp_metrics: dict[str, float] = field(default_factory=dict)
-    """The numbers of multi-token prediction for the log; empty without it."""
 
 
 class MetricsSink:
@@ -57,9 +49,6 @@ class MetricsSink:
 
     def write_step(self, metrics: Mapping[str, Any]) -> None:
         """Writes the numbers of a printed line, ``step`` among them."""
-
-    def write_expert_load(self, step: int, loads: Mapping[int, Tensor]) -> None:
-        """Writes the load of experts: layer -> tokens of each expert divided by the layer's mean, [E]."""
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
         """Writes the validation loss."""
@@ -133,11 +122,6 @@ class TensorBoardSink(MetricsSink):
             self.summary_writer.add_scalar(f"{group}/{name}", value, metrics["step"])
         self.summary_writer.flush()
 
-    def write_expert_load(self, step: int, loads: Mapping[int, Tensor]) -> None:
-        for name, load in _busiest_experts(loads).items():
-            self.summary_writer.add_scalar(name, load, step)
-        self.summary_writer.add_histogram("expert_load/all", torch.cat(list(loads.values())), step)
-
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
         for name, value in {"loss": result.loss, **result.mtp_metrics}.items():
             self.summary_writer.add_scalar(f"val/{name}", value, step)
@@ -184,14 +168,9 @@ class WandbSink(MetricsSink):
             self.wandb_run.define_metric("*", step_metric="step")
         except Exception as error:
             text = " ".join(str(error).split()) or type(error).__name__
-            hint = (
-                f"; delete {Path(run_dir) / WANDB_RUN_FILE} to begin another W&B run"
-                if earlier_run_id
-                else ""
-            )
             raise UserError(
                 f"wandb.project {config.wandb.project}: W&B says: {text}. Log in (wandb login, or"
-                f" $WANDB_API_KEY), set WANDB_MODE=offline, or leave wandb.project empty{hint}"
+                f" $WANDB_API_KEY), set WANDB_MODE=offline, or leave wandb.project empty"
             ) from error
         if run_dir and not self.wandb_run.disabled:  # as by $WANDB_MODE
             entity = os.environ.get("WANDB_ENTITY", "")
@@ -199,28 +178,19 @@ class WandbSink(MetricsSink):
             write_json(Path(run_dir) / WANDB_RUN_FILE, record)
 
     def write_step(self, metrics: Mapping[str, Any]) -> None:
-        self._log_metrics(lambda: {"step": metrics["step"], **scalar_metrics(metrics)})
-
-    def write_expert_load(self, step: int, loads: Mapping[int, Tensor]) -> None:
-        def make_metrics() -> dict[str, Any]:
-            import wandb
-
-            all_loads = wandb.Histogram(torch.cat(list(loads.values())).numpy())
-            return {"step": step, **_busiest_experts(loads), "expert_load/all": all_loads}
-
-        self._log_metrics(make_metrics)
+        self._log_metrics({"step": metrics["step"], **scalar_metrics(metrics)})
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
         numbers = {f"validation_{name}": value for name, value in result.mtp_metrics.items()}
-        self._log_metrics(lambda: {"step": step, "validation_loss": result.loss, **numbers})
+        self._log_metrics({"step": step, "validation_loss": result.loss, **numbers})
 
     def close(self, has_failed: bool = False) -> None:
         # Sending what is left may take a while. Without it, W&B marks the run as crashed, which it is.
         if not has_failed:
             self._try_wandb_call(self.wandb_run.finish)
 
-    def _log_metrics(self, make_metrics: Callable[[], dict[str, Any]]) -> None:
-        self._try_wandb_call(lambda: self.wandb_run.log(make_metrics()))
+    def _log_metrics(self, metrics: dict[str, Any]) -> None:
+        self._try_wandb_call(lambda: self.wandb_run.log(metrics))
 
     def _try_wandb_call(self, wandb_call: Callable[[], Any]) -> None:
         if self.is_disconnected:
@@ -240,20 +210,12 @@ def scalar_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     }
 
 
-def _busiest_experts(loads: Mapping[int, Tensor]) -> dict[str, float]:
-    """The largest load of each layer."""
-    return {f"expert_load/layer_{layer:02d}": float(load.max()) for layer, load in loads.items()}
-
-
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
-    """Id of the W&B run that this run continues; None for a new one. Raises UserError if it is damaged."""
+    """Id of the W&B run that this run continues; None for a new one."""
     run_file = Path(config.checkpoint.dir) / WANDB_RUN_FILE
     if not (config.checkpoint.dir and run_file.is_file()):
         return None
-    try:
-        run_record = json.loads(run_file.read_text())
-        stored_project = run_record["project"], run_record["entity"]
-        project = config.wandb.project, os.environ.get("WANDB_ENTITY", "")
-        return str(run_record["id"]) if stored_project == project else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error
+    run_record = json.loads(run_file.read_text())
+    stored_project = run_record["project"], run_record["entity"]
+    is_same = stored_project == (config.wandb.project, os.environ.get("WANDB_ENTITY", ""))
+    return run_record["id"] if is_same else None

@@ -62,9 +62,7 @@ class StepBatch:
     vision_lengths: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """(full-attention lengths, window lengths) in patches of each row; empty lists for a text-only row."""
     loss_tokens: list[int] = field(default_factory=list)
-    """Number of loss tokens of each row."""
     sample_keys: list[list[str]] = field(default_factory=list)
-    """Keys of each row's samples."""
     dropped_samples: list[dict[str, Any]] = field(default_factory=list)
     """Samples that could not be used, as the loader lists them (at most some hundreds per row)."""
     loader_wait_s: float = 0.0
@@ -90,7 +88,6 @@ class BatchBroadcast:
     The constructor raises ValueError if this rank needs a loader or ``spec`` and has none.
 
     Args:
-        data_loader: an iterator of rows on the rank that owns the loader; None elsewhere.
         spec: the model, needed if it has multi-token prediction or every rank holds its tower, and under
             context parallelism.
     """
@@ -236,7 +233,6 @@ class BatchBroadcast:
         """This rank's part of a row under context parallelism.
 
         Args:
-            header, tensors: those of the whole row.
             plane_bounds: result of :func:`frame_plane_bounds` for the row; empty for a row without images.
         """
         assert self.row_sharding is not None

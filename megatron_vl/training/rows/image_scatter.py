@@ -33,7 +33,6 @@ def frame_plane_bounds(plane_index: Array, patches_per_frame: list[int]) -> list
 
     Args:
         plane_index: int [P, temporal_patch_size], the planes of each patch of the row.
-        patches_per_frame: number of patches of each frame.
     """
     if not patches_per_frame:
         return []
@@ -51,7 +50,6 @@ class ImageShares:
     Args:
         vision_lengths: for each row, the numbers of patches of its frames and of its windows.
         plane_bounds_by_row: for each row, the result of :func:`frame_plane_bounds`.
-        num_ranks: number of ranks.
     """
 
     def __init__(

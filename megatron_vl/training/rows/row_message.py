@@ -76,17 +76,12 @@ _TENSOR_NAMES = {
     buffer_name: [tensor.name for tensor in _SENT_TENSORS if tensor.buffer_name == buffer_name]
     for buffer_name in BUFFER_TYPES
 }
-"""Names of the tensors in each buffer."""
 
 
 def serialize_row(
     row: TrainingRow, row_sharding: RowSharding | None = None
 ) -> tuple[RowHeader, dict[str, Tensor]]:
-    """The header of a row, and its tensors as flat buffers by name, in host memory (pinned with a GPU).
-
-    Args:
-        row_sharding: how the row is shared under context parallelism; None: one rank holds it whole.
-    """
+    """The header of a row, and its tensors as flat buffers by name, in host memory (pinned with a GPU)."""
     tensors = {tensor.name: tensor.read(row) for tensor in _SENT_TENSORS}
     parts = row_sharding.describe_parts(row, tensors) if row_sharding is not None else {}
     flat_buffers = {}

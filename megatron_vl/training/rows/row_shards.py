@@ -32,7 +32,6 @@ class RowSharding:
     """How rows are shared by the context-parallel ranks of a replica.
 
     Args:
-        context_size: number of ranks that share a row.
         key_ranks: number of parts of the row whose queries belong to different ranks. If there are several,
             their ranks gather keys.
         tower_is_decoupled: whether every rank holds the tower. Then the first rank of the replica has all
@@ -101,8 +100,6 @@ class RowSharding:
 
         Args:
             row_headers: headers with the result of :meth:`describe_parts` for each row.
-            host_tensors: on the first rank of the replica, the tensors of each row on the host.
-            rank: this rank's number in its context-parallel group.
         """
         feature_counts = np.array([header["features"][0] for header in row_headers], dtype=np.int64)
         step_vision.features_of_part = feature_counts.sum(0).tolist()  # the counts are [rows, ranks]
@@ -152,11 +149,7 @@ def cut_text(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: i
 
 
 def _part_segments(segment_bounds: list[int], part_count: int) -> list[dict[str, Any]]:
-    """For each of the equal parts of a row, the segments that it has tokens of, and how they cross its edges.
-
-    Args:
-        segment_bounds: bounds of the row's segments.
-    """
+    """For each of the equal parts of a row, the segments with tokens of it, and how they cross its edges."""
     parts = []
     for part_number in range(part_count):
         route = shard_route(segment_bounds, part_count, part_number)
@@ -226,10 +219,6 @@ def cut_images(
     """The frames of a row that a context-parallel rank encodes, and the route of their features.
 
     A rank without frames gets the first merge unit of the row's images, for a tower that must always run.
-
-    Args:
-        plane_bounds: result of :func:`~megatron_vl.training.rows.image_scatter.frame_plane_bounds` for the
-            row.
     """
     image_shares = row_sharding.image_shares(row_header["vision_lengths"], plane_bounds)
     rank_frames, _, _ = image_shares.share_of_rank(rank)

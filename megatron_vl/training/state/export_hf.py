@@ -9,17 +9,18 @@ still exists.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from megatron_vl.system import host_memory
 from megatron_vl.system.partial_folder import remove_partial_folder
@@ -28,22 +29,13 @@ from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, EXPORTS_DIR, SavedCheckpoint, export_dir_path
 
 EXPORT_PROGRAM = "toolkit.weights.export_step"
-REPORTED_QUEUE_LENGTH = 2
-"""If at least this many checkpoints wait for their export, a line says so."""
 _TERMINATE_TIMEOUT_S = 10.0
-"""Seconds that an export has to end before it is killed."""
 
 
 class HfExporter:
     """Exports saved steps one after another, in the background; on rank 0.
 
     If an export fails, this is reported, and the run continues without that folder.
-
-    Args:
-        run_dir: the folder of the run's checkpoints.
-        hf_dir: the Hugging Face folder that the model comes from.
-        export_interval: ``checkpoint.export_hf``.
-        last_step: last step of the run, which is always exported.
     """
 
     def __init__(
@@ -52,35 +44,22 @@ class HfExporter:
         self.run_dir, self.hf_dir = run_dir, hf_dir
         self.export_interval, self.last_step = 0 if export_interval == "last" else export_interval, last_step
         self._export_queue: deque[SavedCheckpoint] = deque()
-        """The checkpoints to export. The first one is being exported."""
-        self._lock = threading.Lock()
-        self._export_thread: threading.Thread | None = None
+        """The checkpoints to export. The first one is being exported if there is a process."""
         self._export_process: subprocess.Popen[str] | None = None
-        self._is_stopped = False
+        self._start_time = 0.0
+        self._outputs: list[IO[str]] = []
 
     def is_due(self, step: int) -> bool:
         """Whether a step is to be exported."""
         return step == self.last_step or bool(self.export_interval) and step % self.export_interval == 0
 
     def enqueue_export(self, saved: SavedCheckpoint) -> None:
-        """Starts the export of a complete checkpoint, if it is due and not exported yet. Returns at once."""
-        if not self.is_due(saved.step) or self._is_exported(saved):
-            return
-
-        with self._lock:
-            if self._is_stopped:
-                return
+        """Lists a complete checkpoint for export, if it is due and not exported yet. Any thread may call."""
+        if self.is_due(saved.step) and not self._is_exported(saved):
             self._export_queue.append(saved)
-            waiting_count = len(self._export_queue) - 1
-            if self._export_thread is None:
-                # A daemon thread, so that a rank that fails does not wait for it.
-                self._export_thread = threading.Thread(target=self._run_queue, name="export-hf", daemon=True)
-                self._export_thread.start()
-        if waiting_count >= REPORTED_QUEUE_LENGTH:
-            _print_message(f"NOTE: {waiting_count} checkpoints wait for their export and are kept until then")
 
     def enqueue_missing_exports(self, checkpoints: Iterable[SavedCheckpoint]) -> None:
-        """Exports those of the run's checkpoints, sorted by step, that an earlier start did not export."""
+        """Lists those of the run's checkpoints, sorted by step, that an earlier start did not export."""
         for partial_dir in (self.run_dir / EXPORTS_DIR).glob("step_*.partial"):  # of a killed export
             remove_partial_folder(partial_dir)
         for saved in checkpoints:
@@ -88,41 +67,56 @@ class HfExporter:
 
     def pending_checkpoints(self) -> set[Path]:
         """The checkpoints that must be kept until they are exported."""
-        with self._lock:
-            return {saved.path for saved in self._export_queue}
+        return {saved.path for saved in list(self._export_queue)}
+
+    def advance(self) -> None:
+        """Reports an export that has ended, and starts the next one. Returns at once.
+
+        Call it regularly in the main thread: a process ends with the thread that has started it.
+        """
+        if self._export_process is not None and self._export_process.poll() is not None:
+            self._report_export(self._export_queue[0], self._export_process.returncode)
+            self._export_process = None
+            self._export_queue.popleft()
+        if self._export_process is None and self._export_queue:
+            try:
+                self._start_export(self._export_queue[0])
+            except OSError as error:  # of any kind: a run does not end because of an export
+                _print_message(
+                    f"NOTE: step {self._export_queue.popleft().step} could not be exported: {error}"
+                )
 
     def wait_for_exports(self, should_stop: Callable[[], object]) -> None:
         """Waits until all exports are done, or until ``should_stop()`` is true.
 
         The exports that are left are made at the next start of the run.
         """
-        has_printed = False
-        while (thread := self._export_thread) is not None:
+        if self._export_queue:
+            _print_message(f"waiting for the export of step {self._queued_steps()}")
+        while self._export_queue:
             if should_stop():
                 return self.stop_exports()
-            if not has_printed:
-                has_printed = True
-                _print_message(f"waiting for the export of step {', '.join(self._queued_steps())}")
-            thread.join(0.2)
+            self.advance()
+            if self._export_process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._export_process.wait(0.2)
 
     def stop_exports(self) -> None:
-        """Ends the current export, and starts no further ones."""
-        with self._lock:
-            self._is_stopped, thread, process = True, self._export_thread, self._export_process
-        if thread is None:
+        """Ends the current export. The checkpoints stay listed, so that the next start still has them."""
+        if not self._export_queue:
             return
-        _print_message(
-            f"the export of step {', '.join(self._queued_steps())} is left to the next start of this run"
-        )
-        if process is not None:
-            process.terminate()
-        thread.join(_TERMINATE_TIMEOUT_S)
-        if thread.is_alive() and process is not None:
+        _print_message(f"the export of step {self._queued_steps()} is left to the next start of this run")
+        process, self._export_process = self._export_process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_TERMINATE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
             process.kill()
 
-    def _queued_steps(self) -> list[str]:
-        with self._lock:
-            return [str(saved.step) for saved in self._export_queue]
+    def _queued_steps(self) -> str:
+        return ", ".join(str(saved.step) for saved in self._export_queue)
 
     def _is_exported(self, saved: SavedCheckpoint) -> bool:
         """Whether the step's folder was exported from these weights."""
@@ -134,60 +128,47 @@ class HfExporter:
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def _run_queue(self) -> None:
-        """Exports one checkpoint after another until none is left. Runs in the thread."""
-        while True:
-            with self._lock:
-                if self._is_stopped or not self._export_queue:
-                    self._export_thread = None
-                    return
-                saved = self._export_queue[0]
-            try:
-                self._export_checkpoint(saved)
-            except Exception as error:  # a thread's exception would be lost
-                _print_message(
-                    f"NOTE: step {saved.step} could not be exported: {type(error).__name__}: {error}"
-                )
-            with self._lock:
-                if not self._is_stopped:
-                    self._export_queue.popleft()
-
-    def _export_checkpoint(self, saved: SavedCheckpoint) -> None:
-        """Runs the program on one checkpoint and waits until it ends."""
-        start = time.monotonic()
-        out = export_dir_path(self.run_dir, saved.step)
+    def _start_export(self, saved: SavedCheckpoint) -> None:
+        """Starts the program on a checkpoint."""
         job = {
             "checkpoint": str(saved.path),
             "hf": str(self.hf_dir),
-            "out": str(out),
+            "out": str(export_dir_path(self.run_dir, saved.step)),
             "parent": os.getpid(),
             "leave_free": 0 if saved.step == self.last_step else _dir_size_bytes(saved.path),
             "facts": {"step": saved.step},
         }
-        with self._lock:
-            if self._is_stopped:
-                return
-            process = self._export_process = subprocess.Popen(
-                [sys.executable, "-P", "-m", EXPORT_PROGRAM, json.dumps(job)],
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,  # Ctrl-C goes only to the ranks
-            )
-        stdout, stderr = process.communicate()
-        if self._is_stopped:
-            return
-        if process.returncode:
+        self._start_time = time.monotonic()
+        # Files, because nobody reads a pipe meanwhile.
+        self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        self._export_process = subprocess.Popen(
+            [sys.executable, "-P", "-m", EXPORT_PROGRAM, json.dumps(job)],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
+            stdin=subprocess.DEVNULL,
+            stdout=self._outputs[0],
+            stderr=self._outputs[1],
+            text=True,
+            start_new_session=True,  # Ctrl-C goes only to the ranks
+        )
+
+    def _report_export(self, saved: SavedCheckpoint, exit_code: int) -> None:
+        texts = []
+        for output in self._outputs:
+            output.seek(0)
+            texts.append(output.read())
+            output.close()
+        out = export_dir_path(self.run_dir, saved.step)
+        if exit_code:
             _print_message(
                 f"NOTE: step {saved.step} could not be exported to {out}:"
-                f" {_failure_reason(process.returncode, stderr)}. Training is not affected; the next start of"
+                f" {_failure_reason(exit_code, texts[1])}. Training is not affected; the next start of"
                 " this run tries again, as long as the checkpoint exists"
             )
             return
-        _print_message(f"step {saved.step} is exported to {out} ({time.monotonic() - start:.0f} s)")
-        for line in stdout.splitlines():
+        _print_message(
+            f"step {saved.step} is exported to {out} ({time.monotonic() - self._start_time:.0f} s)"
+        )
+        for line in texts[0].splitlines():
             if line.startswith("NOTE: "):
                 _print_message(line)
 
@@ -196,7 +177,7 @@ def _failure_reason(exit_code: int, stderr_text: str) -> str:
     """Why an export failed, from its process's exit code and standard error."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        return f"{name} ended it" + (f". {host_memory.explain_kill()}" if name == "SIGKILL" else "")
+        return f"{name} ended it" + (f". {host_memory.KILL_ADVICE}" if name == "SIGKILL" else "")
     lines = [line for line in stderr_text.splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else f"it ended with exit code {exit_code}"
 

@@ -19,7 +19,6 @@ from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
 
 OWNER_FILE = ".owner.json"
-"""The file in a run's folder that names the process that writes to it."""
 
 
 def lock_run_dir(run_dir: Path) -> Any:
@@ -70,37 +69,25 @@ def last_good_text(run_dir: Path) -> str:
     return f"the last good checkpoint is step {checkpoints[-1].step}"
 
 
-def check_free_space(config: TrainConfig, spec: ModelSpec) -> str:
-    """Compares the free space of ``checkpoint.dir`` with checkpoints. Returns a note if it will not last.
-
-    Raises:
-        RunConfigError: there is no room for one checkpoint.
-    """
+def check_free_space(config: TrainConfig, spec: ModelSpec) -> None:
+    """Raises RunConfigError if ``checkpoint.dir`` has no room for a checkpoint."""
     if not config.checkpoint.dir:
-        return ""
-    run_dir, num_kept = Path(config.checkpoint.dir), config.checkpoint.keep
+        return
+    run_dir, size = Path(config.checkpoint.dir), checkpoint_bytes(config, spec)
     existing_dir = next(part for part in (run_dir, *run_dir.absolute().parents) if part.exists())
-    free_bytes, size = shutil.disk_usage(existing_dir).free, checkpoint_bytes(config, spec)
-    checkpoints = saved_checkpoints(run_dir)
-    # Old ones are deleted once the next one is written.
-    num_more = num_kept + 1 - len(checkpoints) if config.checkpoint.interval else 1
-    if config.steps:
-        num_more = min(num_more, -(-config.steps // (config.checkpoint.interval or config.steps)))
-    if free_bytes < max(1, num_more) * size:
-        # This start deletes what a kill or a stop has left, before its first save.
-        old_dirs = [saved.path for saved in checkpoints[:-num_kept]] if num_kept else []
-        folders = (*run_dir.glob("step_*.partial"), *old_dirs)
-        leftovers = (path for folder in folders for path in folder.rglob("*"))
-        free_bytes += sum(path.stat().st_size for path in leftovers if path.is_file())
-    room_text = (
-        f"checkpoint.dir {run_dir}: a checkpoint takes {size / 1e9:.2f} GB, and the disk has"
-        f" {free_bytes / 1e9:.2f} GB free"
+    free_bytes = shutil.disk_usage(existing_dir).free
+    # This start deletes what a kill or a stop has left, before its first save.
+    num_kept = config.checkpoint.keep
+    old_dirs = [saved.path for saved in saved_checkpoints(run_dir)[:-num_kept]] if num_kept else []
+    leftovers = (
+        path for folder in (*run_dir.glob("step_*.partial"), *old_dirs) for path in folder.rglob("*")
     )
+    free_bytes += sum(path.stat().st_size for path in leftovers if path.is_file())
     if free_bytes < size:
-        raise RunConfigError(f"{room_text}; make room, or give a checkpoint.dir on another disk")
-    if num_kept and free_bytes < num_more * size:
-        return f"{room_text}, but {num_more} more are kept at a time (checkpoint.keep {num_kept})"
-    return ""
+        raise RunConfigError(
+            f"checkpoint.dir {run_dir}: a checkpoint takes {size / 1e9:.2f} GB, and the disk has"
+            f" {free_bytes / 1e9:.2f} GB free; make room, or give a checkpoint.dir on another disk"
+        )
 
 
 def delete_checkpoint(path: Path) -> None:

@@ -38,7 +38,6 @@ LOADER_STATE_FILE = "loader/dp_00000.json"
 """The file of a step folder with the position in the data set. Without it, the data set is read from its
 start."""
 FORMAT_VERSION = 1
-"""The version of ``run.json``."""
 _STATE_FILE_PATTERN = re.compile(
     r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)"
 )

@@ -129,11 +129,7 @@ def optimizer_state_name(tensor_name: str, expert_index: int | None) -> str:
 
 
 def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]) -> Iterator[OptimizerSlice]:
-    """The state that this rank's optimizer holds, parameter by parameter.
-
-    Args:
-        live_tensors: all parameters of this rank.
-    """
+    """The state that this rank's optimizer holds, parameter by parameter."""
     # Optimizers know parameters as tensors without names. The model's tensors give them their names.
     tensors_by_id = {id(live_tensor.parameter): live_tensor for live_tensor in live_tensors}
     state_chunks = chunked_state(optimizer)
@@ -275,12 +271,7 @@ def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
 def list_index_entries(
     state_tensors: Mapping[str, SavedTensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> list[list[Any]]:
-    """One rank's entries of the index: ``[NAME, SHARD, START, END, KINDS, STEP]`` of each slice.
-
-    Args:
-        state_tensors: the result of :func:`snapshot_optimizer`.
-        whole_vision: see :attr:`Sharding.is_tower_replicated`.
-    """
+    """One rank's entries of the index: ``[NAME, SHARD, START, END, KINDS, STEP]`` of each slice."""
     kind_bits: dict[str, int] = {}
     for tensor_key in state_tensors:
         slice_key, _, state_kind = tensor_key.rpartition("/")
@@ -304,11 +295,7 @@ def list_index_entries(
 def write_slice_index(
     optimizer_dir: Path, entries_by_file: Mapping[str, Iterable[Iterable[Any]]]
 ) -> dict[str, Any]:
-    """Writes ``index.json`` beside the files. Returns its size in bytes and hash.
-
-    Args:
-        entries_by_file: file name -> its slices, as :func:`list_index_entries` lists them.
-    """
+    """Writes ``index.json`` beside the files. Returns its size in bytes and hash."""
     files = sorted(entries_by_file)
     slices: dict[str, list[list[Any]]] = {}
     for number, file_name in enumerate(files):
@@ -340,7 +327,6 @@ class OptimizerStateReader:
     that this rank wrote, the verification of all that it wrote begins, several at a time.
 
     Args:
-        optimizer_dir: the checkpoint's ``optimizer`` folder.
         file_records: name -> size and hash, as in the checkpoint's ``run.json``.
         saved_sharding: how the tensors were cut in the layout that wrote the checkpoint.
         own_file: the first file that this rank wrote, if it did. If several files hold the same state, those

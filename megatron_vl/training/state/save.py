@@ -101,7 +101,6 @@ def take_snapshot(
     """This rank's state, to be copied before the next update. Collective if parameters are being gathered.
 
     Args:
-        trainer: the :class:`~megatron_vl.training.trainer.Trainer`, whose module imports this one.
         loader_state: the loader's ``state_dict()`` on rank 0, which is that of all; None elsewhere.
         run_metadata: entries for ``run.json``; those of rank 0 are written.
         unlogged_counts: this rank's counts that ``run_metadata["bad_samples"]`` does not include yet.
@@ -219,7 +218,6 @@ class CheckpointSaver:
         self.num_latest_kept, self.keep_every = num_latest_kept, keep_every
         self.hf_exporter = hf_exporter
         self.save_error: str | None = None
-        """Why a save failed on this rank; None if none failed."""
         self._writer_thread: threading.Thread | None = None
         self._host_blocks, self._is_copied = HostBlocks(), threading.Event()
         self._is_copied.set()
@@ -227,7 +225,6 @@ class CheckpointSaver:
         self._is_newest_proven = False
         """Whether the latest step has moved the weights, so that loss and gradients were finite."""
         self._may_have_old = grid.rank == 0
-        """Whether there may be checkpoints to delete."""
 
         if grid.rank == 0:
             durable_files.make_dirs(run_dir)
@@ -299,9 +296,6 @@ class CheckpointSaver:
 
         A step on its weights shows it. The update before a save may have spoilt them, which only the next
         step notices: it is skipped.
-
-        Args:
-            is_updated: whether the latest step was not skipped.
         """
         self._is_newest_proven = is_updated
         if is_updated and self._may_have_old and not self._is_writing():

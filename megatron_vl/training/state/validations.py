@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 EVALUATIONS_FILE = "eval.jsonl"
-"""The file with a line for each validation, in the folder of the checkpoints."""
 
 
 @dataclass(frozen=True)
