@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main
 
 from .helpers import assert_same_folder, released_folder, released_tensors, small_config, write_hf
@@ -40,17 +37,6 @@ def test_convert_split_merge_export_give_the_folder_back(
     assert_same_folder(origin, tmp_path / "back")
     assert run("verify", origin, tmp_path / "back") == 0
     assert "identical: " in capsys.readouterr().out
-
-
-def test_convert_to_a_layout_leaves_no_unsplit_copy(
-    tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture
-) -> None:
-    convert = ["convert", "--hf", origin, "--out", tmp_path / "shards"]
-    assert run(*convert, *"--parallel.tp 2 --parallel.pp 2 --parallel.vpp 2".split()) == 0
-    assert "layout: tp 2, pp 2, vpp 2, layers 1,1,1,1\n" in capsys.readouterr().out
-    files = {path.name for path in (tmp_path / "shards").iterdir()}
-    assert files == {"manifest.json", *(f"tp0{t}_pp0{p}.safetensors" for t in (0, 1) for p in (0, 1))}
-    assert WeightReader(tmp_path / "shards").manifest["origin"] == {"hf": "hf"}
 
 
 def test_experts_have_files_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -133,15 +119,6 @@ def test_commands_fail_with_a_message(
     assert run(*words, "--out", tmp_path / "out") == 1
     error = capsys.readouterr().err
     assert error.startswith(f"megatron-vl {words[0]}: ") and message in error and "Traceback" not in error
-
-
-def test_module_fails_with_a_message(repository: Path) -> None:
-    """``python -m toolkit.cli`` is a different module from the one whose error the subcommands raise."""
-    command = [sys.executable, "-m", "toolkit.cli", "merge", "--checkpoint", "x" * 300, "--out", "out"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=repository)
-    assert result.returncode == 1
-    assert result.stderr.startswith("megatron-vl merge: [Errno 36] File name too long")
-    assert "Traceback" not in result.stderr
 
 
 def test_layout_without_a_split_is_the_planned_one(tmp_path: Path, origin: Path, capsys) -> None:

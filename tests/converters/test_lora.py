@@ -14,13 +14,12 @@ from torch import Tensor
 
 from converters.convert import convert_adapter, export_adapter, export_weights, reshard_weights
 from converters.hf_checkpoint import long_tensor_name
-from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, shortest_suffixes
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.lora import fused_lora
 from megatron_vl.weights.tensor_files import WeightsError
-from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.run_json import write_run_json
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
@@ -115,20 +114,6 @@ def test_whole_modules_keep_their_bits_through_all_layouts(tmp_path: Path, famil
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5_moe"])
-def test_merge_rounds_once(tmp_path: Path, adapters, family: str) -> None:
-    hf, adapter = tiny_checkpoint(family), adapters(family)
-    model = peft_model(hf, **all_targets(hf), **patterns(family)).float()
-    expected = model.merge_and_unload().state_dict()
-    export_weights(adapter, hf, tmp_path / "merged", merges_adapter=True)
-    for name, tensor in released(read_tensors(tmp_path / "merged"), family).items():
-        wanted = expected[name].to(tensor.dtype)
-        # Sums in another order may fall on the other side of a rounding.
-        differs = tensor != wanted
-        assert differs.float().mean() < 1e-3, name
-        torch.testing.assert_close(tensor, wanted, rtol=2**-7, atol=1e-6, msg=name)
-
-
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4": {"tp": 4},
     "pp2": {"pp": 2},
@@ -151,44 +136,6 @@ def test_factors_keep_their_bits_through_all_layouts(tmp_path: Path, adapters, f
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert torch.equal(logits(load_peft(hf, adapter)), logits(load_peft(hf, tmp_path / "out")))
-
-
-PARTIAL: dict[str, dict[str, Any]] = {
-    "q": {"target_modules": ["q_proj"]},
-    "q and v": {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 9}, "use_rslora": True},
-    "up": {"target_modules": r".*language_model\.layers\.[02]\..*up_proj"},
-    "tower": {
-        "target_modules": r"model\.visual\.(blocks|merger).*\.(proj|qkv|linear_fc1|fc1|up_proj)",
-        "bias": "none",
-    },
-    "layers": {"target_modules": ["down_proj", "o_proj"], "layers_to_transform": [3]},
-    "all but": {"target_modules": ["out_proj", "in_proj_a"], "exclude_modules": r".*layers\.1\..*"},
-}
-
-
-@pytest.mark.parametrize("targets", PARTIAL)
-def test_parts_of_a_fused_matrix_come_back(tmp_path: Path, targets: str) -> None:
-    """Lists, regular expressions and layers: what is in the file is what counts, both ways."""
-    settings = PARTIAL[targets]
-    hf = float_checkpoint("qwen3_5" if targets in ("q and v", "all but") else "qwen2_5_vl")
-    peft_folder(tmp_path / "adapter", hf, **settings)
-    convert_adapter(tmp_path / "adapter", hf, tmp_path / "weights", {"tp": 2})
-    export_adapter(tmp_path / "weights", hf, tmp_path / "out")
-    model = load_peft(hf, tmp_path / "out")
-    assert torch.equal(logits(load_peft(hf, tmp_path / "adapter")), logits(model))
-    adapted = {key.replace(".default", "") for key in model.state_dict() if ".lora_" in key}
-    assert adapted == set(load_file(tmp_path / "adapter" / ADAPTER_FILE))
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-@pytest.mark.parametrize("stack", ("gate_up_proj", "down_proj"))
-def test_one_stack_of_experts_comes_back(tmp_path: Path, family: str, stack: str) -> None:
-    hf = float_checkpoint(family)
-    settings = {"target_modules": [], "target_parameters": [f"mlp.experts.{stack}"]}
-    peft_folder(tmp_path / "adapter", hf, **settings)
-    convert_adapter(tmp_path / "adapter", hf, tmp_path / "weights", {"ep": 2, "etp": 2})
-    export_adapter(tmp_path / "weights", hf, tmp_path / "out")
-    assert torch.equal(logits(load_peft(hf, tmp_path / "adapter")), logits(load_peft(hf, tmp_path / "out")))
 
 
 def rewritten(source: Path, target: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
@@ -408,31 +355,6 @@ def test_all_linear_is_what_peft_means_by_it(family: str) -> None:
     adapters = fused_lora(read_spec(hf), LoraConfig(rank=1, targets="all-linear")).values()
     ours = {part.hf_name for adapter in adapters for part in adapter.parts}
     assert ours == {name for name in names if not name.endswith(".shared_expert_gate")}
-
-
-def test_patterns_are_stored_as_a_table(tmp_path: Path, adapters) -> None:
-    hf = float_checkpoint("qwen3_vl")
-    convert_adapter(adapters("qwen3_vl"), hf, tmp_path / "weights")
-    stored = WeightReader(tmp_path / "weights", takes_lora=True)
-    matrices = stored.manifest["lora"]["matrices"]
-    assert matrices["model.visual.blocks.0.attn.qkv"] == [4, 3.5]
-    assert {name: list(each) for name, each in stored.lora.matrices.items()} == matrices
-
-
-def test_suffixes_match_nothing_else() -> None:
-    """In Qwen2.5-VL, gate_proj is a name of the tower as well; 0 is the end of a layer's name."""
-    spec = read_spec(float_checkpoint("qwen2_5_vl"))
-    language = [name for name in fused_names(spec, "mlp")]
-    # One form for all layers, also for those that the tower does not have.
-    expected = [f"layers.{i}.mlp.{name}_proj" for i in range(6) for name in ("gate", "up", "down")]
-    assert shortest_suffixes(language, spec) == expected[: len(language)] and len(language) % 3 == 0
-    assert shortest_suffixes(fused_names(spec, "attention"), spec) == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    assert shortest_suffixes(fused_names(spec, "merger"), spec) == ["mlp.0", "mlp.2"]
-
-
-def fused_names(spec: Any, kind: str) -> list[str]:
-    adapters = fused_lora(spec, LoraConfig(rank=1, targets=[kind])).values()
-    return [part.hf_name for adapter in adapters for part in adapter.parts]
 
 
 def run(*words: object) -> int:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from converters.convert import convert_weights, export_weights, reshard_weights
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError, read_spec
-from megatron_vl.spec.tensors import LayoutError, Sharding, check_tensor_parallel, tensor_table
+from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel, tensor_table
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main
 
@@ -60,62 +59,6 @@ def test_bytes_are_those_of_the_released_index(size: str) -> None:
         math.prod(info.shape) for name, info in table.items() if name.endswith(("A_log", "out_norm.weight"))
     )
     assert total == 2 * (parameters + mtp) + (2 * wide if size.startswith("Qwen3.5") else 0)
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[WeightReader, dict[str, Tensor]]:
-    root = tmp_path_factory.mktemp("qwen3_5")
-    convert_weights(released_folder(root / "hf", DENSE), root / "shards", {"tp": 4, "pp": 2})
-    return WeightReader(root / "shards"), released_tensors(DENSE)
-
-
-def test_gated_attention_as_core_splits_it(converted) -> None:
-    """Each group's rows are its queries, its gates, key, value; HF has query and gate of a head together."""
-    reader, hf = converted
-    m = reader.spec.language
-    (layer,) = [i for i in range(m.num_layers) if not m.has_linear_attention(i)]
-    fused = reader.read_shard(f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.weight")
-    per_group, dim = m.num_heads // m.num_kv_heads, m.head_dim
-    groups = fused.view(m.num_kv_heads, 2 * per_group + 2, dim, -1)
-
-    prefix = f"model.language_model.layers.{layer}.self_attn."
-    theirs = hf[f"{prefix}q_proj.weight"].view(m.num_heads, 2, dim, -1)  # view(..., heads, 2 * dim).chunk(2)
-    assert torch.equal(groups[:, :per_group].reshape(m.num_heads, dim, -1), theirs[:, 0])
-    assert torch.equal(groups[:, per_group:-2].reshape(m.num_heads, dim, -1), theirs[:, 1])
-    for which, name in ((-2, "k_proj"), (-1, "v_proj")):
-        assert torch.equal(groups[:, which].flatten(0, 1), hf[f"{prefix}{name}.weight"])
-
-
-def test_linear_attention_of_a_tensor_rank(converted) -> None:
-    """Rank 2 of 4 holds its quarter of the heads of each section, so that key heads stay with the value
-    heads that they serve."""
-    reader, hf = converted
-    a = reader.spec.language.linear_attention
-    ours = "language_model.decoder.layers.1.self_attention."
-    theirs = {
-        name.split(".linear_attn.")[1]: tensor
-        for name, tensor in hf.items()
-        if name.startswith("model.language_model.layers.1.linear_attn.")
-    }
-    keys, values = a.key_heads * a.key_dim, a.value_heads * a.value_dim
-
-    def quarter(tensor: Tensor) -> Tensor:
-        return tensor.chunk(4)[2]
-
-    q, k, v = (quarter(t) for t in theirs["in_proj_qkv.weight"].split((keys, keys, values)))
-    z, b, a_ = (quarter(theirs[f"in_proj_{name}.weight"]) for name in "zba")
-    rank = {
-        name.removeprefix(ours): reader.read_shard(name, 2, Sharding(4))
-        for name in reader.tensor_infos
-        if name.startswith(ours)
-    }
-    assert torch.equal(rank["in_proj.weight"], torch.cat((q, k, v, z, b, a_)))
-    channels = theirs["conv1d.weight"].split((keys, keys, values))
-    assert torch.equal(rank["conv1d.weight"], torch.cat([quarter(part) for part in channels]))
-    assert torch.equal(rank["A_log"], quarter(theirs["A_log"]))
-    assert torch.equal(rank["dt_bias"], quarter(theirs["dt_bias"]))
-    assert torch.equal(rank["out_norm.weight"], theirs["norm.weight"])
-    assert torch.equal(rank["out_proj.weight"], theirs["out_proj.weight"].chunk(4, dim=1)[2])
 
 
 @pytest.mark.parametrize("size", [DENSE_3_5, MOE])

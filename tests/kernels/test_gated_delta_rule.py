@@ -12,7 +12,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from megatron_vl.kernels.linear_attention.gated_delta_rule import (
-    causal_conv,
     gated_delta_rule,
     make_segment_ids,
 )
@@ -64,12 +63,6 @@ def next_token(q, k, v, g, beta, state):
     return torch.einsum("hkv,hk->hv", state, q), state
 
 
-def test_numbers_of_sequences() -> None:
-    assert torch.equal(numbers().long(), torch.arange(8).repeat_interleave(torch.tensor(LENGTHS)))
-    empty = make_segment_ids(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3)
-    assert empty.tolist() == [0, 0, 2]
-
-
 @pytest.mark.parametrize("decays", RATES)
 def test_values_and_gradients_are_those_of_transformers(decays: str) -> None:
     given = inputs(torch.float32, decays)
@@ -96,69 +89,4 @@ def test_float64_is_that_of_the_recurrence() -> None:
     torch.testing.assert_close(ours.float(), recurrent, rtol=1e-3, atol=1e-5)
 
 
-def test_a_sequence_changes_no_bit_of_the_others() -> None:
-    start, end = bounds()[4]
-    results = []
-    for change in (False, True):
-        given = [t.detach().clone() for t in inputs(torch.float32, "slow")]
-        if change:
-            for tensor in given:
-                tensor[start:end] *= 0.7
-        for tensor in given:
-            tensor.requires_grad_()
-        out, _ = gated_delta_rule(*given, numbers())
-        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), given)])
-    for before, after in zip(*results, strict=True):
-        assert torch.equal(before[:start], after[:start]) and torch.equal(before[end:], after[end:])
-        assert not torch.equal(before[start:end], after[start:end])
-
-
-def test_convolution_is_that_of_each_sequence_alone() -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(sum(LENGTHS), 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    ours = causal_conv(x, weight, numbers())
-
-    def alone(sequence: Tensor) -> Tensor:
-        convolved = F.conv1d(sequence[None].mT, weight[:, None], padding=3, groups=5)
-        return F.silu(convolved[0, :, : len(sequence)].T)
-
-    theirs = torch.cat([alone(x[start:end]) for start, end in bounds()])
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    grads = (torch.autograd.grad(out.sin().sum(), (x, weight)) for out in (ours, theirs))
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-
-
 # --- A row that begins with a state -------------------------------------------------------------------------
-
-
-def test_a_row_may_be_cut_anywhere_if_its_state_is_handed_on() -> None:
-    """The second part goes on within a sequence. Its gradients reach the first one through the state."""
-    given, segments, cut = inputs(torch.float64, "mixed"), numbers(), 300
-    whole, last = gated_delta_rule(*given, segments)
-    first, state = gated_delta_rule(*(t[:cut] for t in given), segments[:cut])
-    rest, after = gated_delta_rule(*(t[cut:] for t in given), segments[cut:], initial_state=state)
-    ours = torch.cat((first, rest))
-    assert torch.allclose(ours, whole, rtol=0, atol=1e-12) and torch.allclose(after, last, rtol=0, atol=1e-12)
-
-    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    grads = [torch.autograd.grad((out * weight).sum(), given, retain_graph=True) for out in (ours, whole)]
-    for a, b in zip(*grads, strict=True):
-        assert (a - b).norm() <= 1e-12 * b.norm()
-    # Without the state the second part would be wrong.
-    lost, _ = gated_delta_rule(*(t[cut:] for t in given), segments[cut:])
-    assert (lost - whole[cut:]).norm() > 0.05 * whole[cut:].norm()
-
-
-def test_an_initial_state_reaches_only_the_first_sequence() -> None:
-    given, segments = [t.detach() for t in inputs(torch.float32, "slow")], numbers()
-    state = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    without, last = gated_delta_rule(*given, segments)
-    out, after = gated_delta_rule(*given, segments, initial_state=state)
-    end = LENGTHS[0]
-    assert torch.equal(out[end:], without[end:]) and torch.equal(after, last)
-    assert not torch.equal(out[:end], without[:end])
-    (of_others,) = torch.autograd.grad(out[end:].sum() + after.sum(), state, retain_graph=True)
-    (of_first,) = torch.autograd.grad(out[:end].sum(), state)
-    assert not of_others.any() and of_first.any()

@@ -209,19 +209,6 @@ def test_accepted(hf: Path, kind: str) -> None:
     check_hf_folder(hf)
 
 
-def test_without_weights_a_folder_describes_a_model(hf: Path) -> None:
-    for path in hf.iterdir():
-        if path.name != "config.json":
-            path.unlink()
-    assert read_spec(hf) == read_spec(json.loads((hf / "config.json").read_text()))
-
-
-def test_a_config_of_another_name_says_nothing_of_its_folder(hf: Path) -> None:
-    shutil.move(hf / "config.json", hf / "Qwen3-VL.json")
-    first_file_alone(hf)
-    read_spec(hf / "Qwen3-VL.json")
-
-
 def test_the_tokenizers_template_is_noted(hf: Path) -> None:
     assert chat_template_note(hf) == ""
     edit(hf / "tokenizer_config.json", chat_template="{{ tools }}")
@@ -290,13 +277,6 @@ def test_usual_positions_are_read(family: str, places: dict[str, dict | None]) -
     text |= {name: plain | value if value is not None else None for name, value in places.items()}
     config["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": 10000.0}
     assert read_spec(config) == expected
-
-
-def test_a_default_beside_the_rope_fields_does_not_count() -> None:
-    """As ``save_pretrained`` of transformers writes a Qwen3.5."""
-    config, text, old = rope_config("qwen3_5")
-    text |= {"rope_parameters": old, "rope_theta": 10000.0}
-    assert read_spec(config) == read_spec(tiny_checkpoint("qwen3_5"))
 
 
 def test_released_configs_are_read() -> None:

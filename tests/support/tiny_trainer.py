@@ -152,6 +152,11 @@ class TinyTrainer(Trainer):
         """A row of one sample of each kind."""
         return pack_row([make_sample(kind, self.spec, 0) for kind in kinds], self.spec, SEQ_LEN)
 
+    def device_row(self, *kinds: str, seq_len: int = SEQ_LEN) -> Any:
+        """One row of a sample of each kind, as the model gets it."""
+        samples = [make_sample(kind, self.spec, 0) for kind in kinds]
+        return self.feed_of([pack_row(samples, self.spec, seq_len)], 1).next_batch().rows[0]
+
     @property
     def chunks(self) -> list[Any]:
         """This rank's chunks without DDP."""
