@@ -25,8 +25,8 @@ EDGES = [
     ([0, 2, 2, 2, 6], [(0, 0, 3, 1, 2, 2), (1, 1, 0, 0, 3, 0)], []),
     ([0, 3, 3, 6], [(0, 0, 0, 0, 3, 0)] * 2, []),
 ]
-"""Bounds of sequences; for each rank tokens and ranks before, tokens and ranks after, end of the first sequence
-and start of the last; the ranks that are between."""
+"""Bounds of sequences; for each rank tokens and ranks before, tokens and ranks after, end of the first
+sequence and start of the last; the ranks that are between."""
 
 
 @pytest.mark.parametrize(("cu_seqlens", "expected", "between"), EDGES, ids=[str(each[0]) for each in EDGES])

@@ -51,16 +51,6 @@ def signs(*given: Heartbeat) -> dict[int, Heartbeat]:
     return {one.rank: one for one in given}
 
 
-def test_line_says_what_it_was_made_of() -> None:
-    before = sign(3, LOADING_ROWS, background=WRITING_CHECKPOINT)
-    after = Heartbeat.from_line(before.to_line())
-    assert (after.rank, after.rank_process, after.rank_progress) == (
-        3,
-        before.rank_process,
-        before.rank_progress,
-    )
-
-
 @pytest.mark.parametrize(
     ("phases", "fields", "rank"),
     [
@@ -83,12 +73,6 @@ def test_rank_that_the_others_wait_for_is_named(
     assert diagnosis.rank == rank and diagnosis.position_text.startswith(f"tp {rank}, pp 0, dp 0; step ")
     assert "failures.timeout_s (600;" in diagnosis.message
     assert [process.pid for process in diagnosis.processes] == [1000 + rank]
-
-
-def test_if_all_are_at_the_same_place_nobody_is_blamed() -> None:
-    diagnosis = diagnose_hang(signs(*(sign(rank, FORWARD_BACKWARD) for rank in range(4))), 600, 8, 600)
-    assert "all ranks are in the same phase" in diagnosis.message and diagnosis.processes == ()
-    assert "NCCL_DEBUG=INFO" in diagnosis.message
 
 
 def test_lost_node_is_one_message() -> None:

@@ -28,7 +28,6 @@ POINTER = (
     "oid sha256:5f9e4d4901a92b997e463c1f46055088b6cca5ca61a6522d1b9f64c4bb81cb42\nsize 12807982\n"
 )
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3", "activation_scheme": "dynamic"}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 TEMPLATES = [
     {"name": "default", "template": "{{ messages }}"},
     {"name": "tool_use", "template": "{{ tools }}"},
@@ -82,35 +81,22 @@ QUERY = "model.language_model.layers.0.self_attn.q_proj.weight"
 SCALE = torch.ones(1)
 REFUSED = {
     "fp8 at the top": (in_section("", "quantization_config", FP8), r"field 'quantization_config'"),
-    "4 bit in the text config": (
-        in_section("text_config", "quantization_config", NF4),
-        r"field 'text_config.quantization_config'",
-    ),
     "fp8 in the tower": (
         in_section("vision_config", "quantization_config", FP8),
         r"field 'vision_config.quantization_config'",
     ),
-    "compressed-tensors": (in_section("", "compression_config", {"format": "int"}), "'compression_config'"),
     "MLX": (in_section("", "quantization", {"bits": 4}), r"field 'quantization'"),
     "ModelOpt": (
         file("hf_quant_config.json", "{}"),
         "hf_quant_config.json says that the weights are quantised",
     ),
-    "AutoGPTQ": (file("quantize_config.json", "{}"), "quantize_config.json says"),
     "scales of fp8 blocks": (tensor(f"{QUERY}_scale_inv", SCALE), "tensor '.*q_proj.weight_scale_inv'"),
-    "packed by GPTQ": (
-        tensor(QUERY.replace("weight", "qweight"), SCALE.int()),
-        "tensor '.*qweight' has type I32",
-    ),
-    "state of bitsandbytes": (tensor(f"{QUERY}.absmax", SCALE), "tensor '.*weight.absmax'"),
     "fp8 without scales": (
         tensor(QUERY, torch.zeros(64, 64).to(torch.float8_e4m3fn)),
         "tensor '.*q_proj.weight' has type F8_E4M3",
     ),
-    "packed by MLX": (tensor(QUERY, torch.zeros(64, 8, dtype=torch.uint32)), "has type U32"),
     "a file beside an index": (first_file_alone, "both model.safetensors and model.safetensors.index.json"),
     "an adapter": (file("adapter_config.json", "{}"), "adapter_config.json"),
-    "other weights": (in_section("", "transformers_weights", "x.bin"), "transformers_weights"),
     "two templates": (
         file("chat_template.jinja", "{{ messages }}"),
         "chat_template.jinja and chat_template.json",
@@ -120,27 +106,16 @@ REFUSED = {
         "chat_template.json and processor_config.json differ",
     ),
     "a list of templates": (fields("chat_template.json", chat_template=TEMPLATES), "several named chat"),
-    "a list beside a text": (
-        fields("tokenizer_config.json", chat_template=TEMPLATES),
-        "tokenizer_config.json",
-    ),
     "a template for tools": (
         file("additional_chat_templates/tool_use.jinja", "{{ tools }}"),
         "tool_use.jinja holds several",
     ),
-    "templates that are no object": (
-        file("chat_template.json", '"{{ messages }}"'),
-        "chat_template.json does not",
-    ),
     "pointer as config": (file("config.json", POINTER), "config.json is a Git LFS pointer"),
     "pointer as tokenizer": (file("tokenizer.json", POINTER), "tokenizer.json is a Git LFS pointer"),
-    "pointer as merges": (file("merges.txt", POINTER), "merges.txt is a Git LFS pointer"),
     "pointer as weights": (
         file("model-00002-of-00002.safetensors", POINTER),
         "model-00002-of-00002.safetensors is a Git LFS pointer.*git lfs pull",
     ),
-    "pointer as index": (file("model.safetensors.index.json", POINTER), "index.json is a Git LFS pointer"),
-    "pointer as template": (file("chat_template.jinja", POINTER), "chat_template.jinja is a Git LFS pointer"),
     "a config that is cut": (file("config.json", '{"model_type": '), "config.json is not JSON"),
 }
 

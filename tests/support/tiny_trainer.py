@@ -107,6 +107,12 @@ def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
     return {key: tensor.read().clone() for key, tensor in tensors.items()}
 
 
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and optimizer state of this rank."""
+    weights = {f"weight/{live.tensor_name}": live.parameter.detach().clone() for live in trainer.live_tensors}
+    return weights | optimizer_state(trainer)
+
+
 def as_saved(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
     """Tensors in the form in which a checkpoint writes them."""
     return {key: SavedTensor(each.dtype, each.numel(), each.view(-1).clone) for key, each in tensors.items()}

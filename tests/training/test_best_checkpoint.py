@@ -139,10 +139,8 @@ def test_disk_too_small_for_a_checkpoint_is_named_at_the_start(
         check_free_space(config, spec)
     free(2.9)
     assert "3 more are kept at a time (checkpoint.keep 2)" in check_free_space(config, spec)
-    short = dataclasses.replace(config, steps=15)
-    assert check_free_space(short, spec) == "", "it saves steps 10 and 15 alone"
     free(3.1)
-    assert check_free_space(config, spec) == "" == check_free_space(TrainConfig(), spec)
+    assert check_free_space(config, spec) == ""
     save_steps(run, 10, 20)
     free(1.1)
     assert check_free_space(config, spec) == "", "a resumed run deletes one for each that it writes"

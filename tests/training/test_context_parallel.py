@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vl.config import ParallelConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import pack_row
-from megatron_vl.estimate.activations import ActivationEstimator
-from megatron_vl.estimate.layer_kinds import LayerKind
 from megatron_vl.models import build
-from megatron_vl.models.attention import PackedAttention, PackedRow, choose_backend
+from megatron_vl.models.attention import PackedAttention, choose_backend
 from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
-from megatron_vl.spec.lora import freeze_parts_without_lora
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.rows.row_message import make_device_row, serialize_row, unpack_tensors
 from megatron_vl.training.rows.row_shards import (
@@ -36,7 +30,6 @@ from megatron_vl.training.rows.row_shards import (
 from megatron_vl.training.trainer import Trainer
 from tests.parity.cases import THREE_HEADS, TWO_HEADS
 from tests.support.ranks import in_ranks
-from tests.support.tiny_run import metrics, prepare, train
 from tests.support.tiny_trainer import differences, load, save, trainer_of
 from tests.support.tiny_trainer import train as train_steps
 from tests.tiny import tiny_checkpoint
@@ -95,37 +88,6 @@ def test_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, sizes: di
     check_moves(hf, tmp_path, MOVES)
 
 
-@pytest.mark.ranks
-def test_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
-    """From one rank to CP4 with two heads, where inputs of layers go to host memory, and back. Losses,
-    validation are those of one rank."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **TWO_HEADS)
-    prepared = prepare(tmp_path / "prepared", hf, val_fraction=0.25)
-    alone, moved_run = tmp_path / "alone", tmp_path / "moved"
-    evaluation = ("--eval.interval", "2", "--eval.rows", "3")
-    saves = ("--checkpoint.interval", "2", "--checkpoint.keep", "0")
-
-    runs = [train(prepared, alone, *evaluation, *saves, ranks=1)]
-    shutil.copytree(alone / "step_00000002", moved_run / "step_00000002")
-    shared = ("--parallel.cp", "4", "--stop_after", "4")
-    shared += ("--recompute.language", "full", "--recompute.offload_inputs", "true")
-    runs.append(train(prepared, moved_run, *evaluation, *shared))
-    runs.append(train(prepared, moved_run, *evaluation, ranks=1))
-    for run in runs:
-        assert run.returncode == 0, run.stderr[-4000:]
-
-    assert "cp 4 (2 ranks gather keys)" in runs[1].stdout, runs[1].stdout
-    for ours, theirs in zip(metrics(moved_run), metrics(alone)[2:], strict=True):
-        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["samples"] == theirs["samples"]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    moved_evaluations, evaluations = metrics(moved_run, "eval.jsonl"), metrics(alone, "eval.jsonl")
-    # The validation of the step that it begins with is made up, as the folder has none.
-    assert [line["step"] for line in moved_evaluations] == [2, 4, 6]
-    for ours, theirs in zip(moved_evaluations, evaluations[-3:], strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
-
-
 class HostReads(TorchDispatchMode):
     """Records operators for whose result the host would have to wait for a GPU.
 
@@ -168,11 +130,6 @@ def test_passes_read_no_number_of_the_device_on_the_host(hf, family: str, sizes:
     with HostReads() as host_reads:
         trainer.model_chunks[0].module(step_batch.rows[0]).sum().backward()
     assert host_reads.operators == []
-
-
-def _config(cp: int, seq_len: int = 4096, **parallel: object) -> TrainConfig:
-    config = TrainConfig(parallel=ParallelConfig(cp=cp, **parallel))  # type: ignore[arg-type]
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len))
 
 
 @pytest.mark.parametrize(
@@ -276,37 +233,3 @@ def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:
     assert make_layout(spec, cp=16).replica_ranks == 16
     with pytest.raises(LayoutError, match=r"^cp=32: qwen3_5_moe has linear attention, .* at most 16$"):
         make_layout(spec, cp=32)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "key_ranks"), [({}, 1), ({"kv_heads": 1}, 1), ({"hidden_size": 96} | THREE_HEADS, 2)]
-)
-@in_ranks(2)
-def test_estimate_knows_what_attention_keeps(hf, sizes: dict[str, Any], key_ranks: int) -> None:
-    """Element for element: queries, exchanged or gathered keys and values, and the output twice."""
-    trainer = trainer_of(hf, optimizer=False, cp=2)
-    spec, layout = trainer.spec, trainer.layout
-    assert layout.key_ranks == key_ranks
-    [row] = pack_step(trainer, draw_samples([["text"]], spec, 0)).rows
-
-    # The output counts, because the linear that follows keeps it. Views of one tensor count once.
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    language = spec.language
-    inputs = [
-        torch.randn(len(row.tokens), 1, heads, language.head_dim, requires_grad=True)
-        for heads in (language.num_heads, language.num_kv_heads, language.num_kv_heads)
-    ]
-    attention = causal_attentions(trainer)[0]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        keep(attention(*inputs, packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard)))
-
-    config = dataclasses.replace(_config(2, 192), dtype="float32")
-    estimator = ActivationEstimator(freeze_parts_without_lora(config, spec), spec, layout, 0)
-    num_elements = sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept.values())
-    if dist.get_rank() == 0:  # where keys are gathered, those of rank 1 depend on the documents of the row
-        assert num_elements == 96 * estimator._attention_elements(LayerKind(False, False))
