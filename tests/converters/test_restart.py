@@ -14,6 +14,7 @@ import pytest
 from converters.convert import convert_weights, export_weights
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError
+from tests.disk import Disk
 
 from .helpers import assert_same_folder, released_folder
 
@@ -137,21 +138,9 @@ def test_failed_rename_gives_the_earlier_folder_back(
 
 
 def test_export_is_on_the_disk_when_it_returns(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
-    """Each file's bytes are synced, under its final or former name, and so is the folder that
-    holds the names."""
     hf = tiny_checkpoint("qwen2_5_vl")
-    synced = set()
-    fsync = os.fsync
-
-    def recorded(handle: int) -> None:
-        synced.add(
-            os.readlink(f"/proc/self/fd/{handle}").removesuffix(".partial").replace("out.partial/new", "out")
-        )
-        fsync(handle)
-
     convert_weights(hf, tmp_path / "full")
-    monkeypatch.setattr(os, "fsync", recorded)
-    export_weights(tmp_path / "full", hf, tmp_path / "out")
-    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert len(files) > 4
-    assert {str(path) for path in (tmp_path / "out", *files)} <= synced
+    disk = Disk(monkeypatch)
+    (tmp_path / "there").mkdir()
+    export_weights(tmp_path / "full", hf, tmp_path / "there" / "out")
+    assert disk.lost(tmp_path / "there") == [] and len(list((tmp_path / "there" / "out").iterdir())) > 4

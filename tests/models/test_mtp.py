@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
 from megatron_vl.models.batch import WholeRow
@@ -157,31 +156,6 @@ def outputs_of_samples(hf: str, family: str) -> list[float]:
 def test_outputs_equal_the_reference_token_by_token(family: str) -> None:
     errors = call(outputs_of_samples, hf=str(folder_of(family)), family=family)
     assert 0 < min(errors) and max(errors) < 1e-5, errors
-
-
-def gradients_and_state(trainer: Trainer) -> dict[str, Tensor]:
-    run_passes(trainer)
-    return {tensor.tensor_name: tensor.parameter.main_grad.clone() for tensor in trainer.live_tensors}
-
-
-@pytest.mark.parametrize("fields", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}])
-@in_ranks(lambda variables: 2 if variables["fields"] else 1)
-def test_head_leaves_every_gradient_of_the_model_as_it_is(fields: dict[str, Any]) -> None:
-    """To the bit: the trunk, the embedding, the output layer and the tower."""
-    hf = folder_of(DENSE)
-    alone = gradients_and_state(trainer_of(hf, SEQ_LEN, optimizer=False, **fields))
-    beside = gradients_and_state(
-        trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": 2.0, "trains": "head"}, **fields)
-    )
-    assert [name for name, gradient in alone.items() if not torch.equal(gradient, beside[name])] == []
-    of_layer = {name for name in beside if name.startswith("mtp.")}
-    assert beside.keys() - alone.keys() == of_layer and len(alone) > 9
-    assert all(beside[name].any() for name in of_layer)
-    if not fields.get("pp"):
-        joint = trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": 2.0, "trains": "all"}, **fields)
-        changed = gradients_and_state(joint)
-        same = {name for name in alone if torch.equal(alone[name], changed[name])}
-        assert same == set()
 
 
 @in_ranks()

@@ -66,7 +66,7 @@ MOVES: dict[str, dict[str, Any]] = {
 """Layouts of four ranks, in the order in which a run moves through them."""
 
 
-def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fields: Any) -> None:
+def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fields: Any) -> dict:
     """Trains and saves in the first layout; loads and saves in each of the others, bit for bit."""
     first: dict[str, Tensor] = {}
     for number, (name, layout) in enumerate(layouts.items()):
@@ -79,6 +79,7 @@ def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fi
         first = first or saved
         assert differences(saved, first) == [], name
     assert len(first) > 50 or dist.get_rank()
+    return first
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3_5", {}), ("qwen3_vl", TWO_HEADS)])
