@@ -30,9 +30,7 @@ def optimizer_state(path: Path) -> None:
 
 @pytest.mark.parametrize("write", [bytes_of_a_file, tensors_one_by_one, optimizer_state])
 @pytest.mark.parametrize("there_before", [False, True])
-def test_written_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], there_before: bool
-) -> None:
+def test_written_files(tmp_path, monkeypatch, write: Callable[[Path], None], there_before: bool) -> None:
     path = tmp_path / "file"
     if there_before:
         path.write_bytes(b"old")
@@ -60,9 +58,7 @@ def test_new_folders_and_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert disk.lost(tmp_path / "a") == []
 
 
-def test_large_file_is_flushed_in_pieces_that_count_as_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_file_is_flushed_in_pieces_that_count_as_progress(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(durable_files, "FLUSH_PIECE_BYTES", 1 << 20)
     path, disk, before = tmp_path / "file", Disk(monkeypatch), progress.current_progress.progress_count
     with path.open("wb") as file:

@@ -155,9 +155,7 @@ def test_tokens_without_a_row_get_one(tmp_path: Path) -> None:
         (["é"], "", "'é' cannot become a token"),  # the vocabulary's name of a byte
     ],
 )
-def test_tokens_that_cannot_be_added(
-    tmp_path: Path, tokens: list[str], options: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_that_cannot_be_added(tmp_path, tokens: list[str], options: str, message: str, capsys) -> None:
     command = f"convert --hf {tiny_checkpoint('qwen3_vl')} --add-tokens {token_file(tmp_path, tokens)}"
     status = main(f"{command} --out {tmp_path / 'out'} {options}".split())
     assert status != 0 and message in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -24,9 +24,7 @@ def run(*words: object) -> int:
     return main([str(word) for word in words])
 
 
-def test_convert_split_merge_export_give_the_folder_back(
-    tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_convert_split_merge_export_give_the_folder_back(tmp_path, origin, capsys) -> None:
     assert run("convert", "--hf", origin, "--out", tmp_path / "full") == 0
     split = ["split", "--checkpoint", tmp_path / "full", "--out", tmp_path / "shards"]
     assert run(*split, *"--parallel.tp 2 --parallel.pp 2 --parallel.layers 1,3".split()) == 0

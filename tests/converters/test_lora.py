@@ -192,9 +192,7 @@ def separate_experts(hf: Path, words: tuple[str, ...], rank: int = 2) -> dict[st
 
 @pytest.mark.parametrize("use_rslora", (False, True))
 @pytest.mark.parametrize("words", (("gate_proj", "up_proj", "down_proj"), ("up_proj",)))
-def test_separate_experts_are_stacked(
-    tmp_path: Path, adapters, words: tuple[str, ...], use_rslora: bool
-) -> None:
+def test_separate_experts_are_stacked(tmp_path, adapters, words: tuple[str, ...], use_rslora: bool) -> None:
     """Each expert's own factors become those of the stack, and the merged weights are theirs."""
     hf, adapter = float_checkpoint("qwen3_5_moe"), adapters("qwen3_5_moe")
     tensors = separate_experts(hf, words)
@@ -361,9 +359,7 @@ def run(*words: object) -> int:
     return main([str(word) for word in words])
 
 
-def test_commands_convert_and_export_adapters(
-    tmp_path: Path, adapters, capsys: pytest.CaptureFixture
-) -> None:
+def test_commands_convert_and_export_adapters(tmp_path, adapters, capsys) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     weights = ("--checkpoint", tmp_path / "weights", "--hf", hf)
     assert (

@@ -48,9 +48,7 @@ def test_killed_conversion_gives_the_same_bytes(tmp_path: Path, origin: Path, re
     }
 
 
-def test_source_that_changes_meanwhile_is_refused(
-    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_source_that_changes_meanwhile_is_refused(tmp_path, origin, monkeypatch) -> None:
     hf = tmp_path / "hf"
     region = HfCheckpoint.read_region
     shutil.copytree(origin, hf)
@@ -66,9 +64,7 @@ def test_source_that_changes_meanwhile_is_refused(
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_full_disk_leaves_what_was_there(
-    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, force: bool
-) -> None:
+def test_full_disk_leaves_what_was_there(tmp_path, origin, monkeypatch, force: bool) -> None:
     if force:
         convert_weights(origin, tmp_path / "out", LAYOUT)
         shutil.copytree(tmp_path / "out", tmp_path / "before")
@@ -114,9 +110,7 @@ def test_link_to_another_disk_stays_a_link(tmp_path: Path, origin: Path) -> None
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
-def test_failed_rename_gives_the_earlier_folder_back(
-    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
+def test_failed_rename_gives_the_earlier_folder_back(tmp_path, origin, monkeypatch, fails_at: int) -> None:
     out = tmp_path / "out"
     convert_weights(origin, out, LAYOUT)
     (out / "mine").mkdir()

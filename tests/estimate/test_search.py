@@ -116,9 +116,7 @@ def test_offload_is_found_where_the_host_has_the_memory() -> None:
         ("Qwen2.5-VL-7B", "H200", (), {"attention"}),
     ],
 )
-def test_search_keeps_only_outputs_that_a_run_can_keep(
-    size: str, gpu: str, options: tuple[str, ...], kept: set[str]
-) -> None:
+def test_search_keeps_only_outputs_that_a_run_can_keep(size, gpu, options, kept) -> None:
     request = request_of(size, 8, 32, *options, gpu=gpu)
     variants = _variants(request, request.config)
     assert {kind for variant in variants for kind in variant.recompute.keep} == kept

@@ -59,9 +59,7 @@ def test_backend_follows_heads_types_and_what_is_installed(monkeypatch, backend:
 
 @pytest.mark.parametrize("error", [1.3, float("nan")])
 @pytest.mark.parametrize("wrong_with_gathered_keys", [False, True])
-def test_wrong_gradients_of_flash_attention_are_noticed(
-    monkeypatch, error: float, wrong_with_gathered_keys: bool
-) -> None:
+def test_wrong_gradients_of_flash_attention_are_noticed(monkeypatch, error, wrong_with_gathered_keys) -> None:
     def gradient_error(group: int, head_dim: int, gathers_keys: bool) -> float:
         return error if gathers_keys == wrong_with_gathered_keys else 0.004
 

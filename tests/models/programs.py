@@ -14,7 +14,6 @@ from megatron_vl.models import build, layer_specs
 from megatron_vl.models.fused_layers import PendingSum, ResidualNorm, add_to_residual, postpone_addition
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import StepBatch
-from megatron_vl.training.step import reduce_losses, run_schedule
 from tests.support.tiny_trainer import TinyTrainer, tiny_trainer
 
 SHORT_SEQ_LEN = 48
@@ -100,55 +99,3 @@ def steps_with_fused_layers(hf: str, recomputes: bool) -> dict[str, list[float]]
         results["recomputed activations"] = run_steps(RecomputeConfig(vision="activation"), 1)
     results |= {"calls of norms": norm_calls, "calls of activations": activation_calls}
     return results
-
-
-def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
-    """Writes the full gradients of named parity cases, and their experts' load, to ``out``."""
-    import torch.distributed as dist
-
-    from megatron_vl.models.moe.router import expert_load
-    from megatron_vl.parallel.process_grid import end_distributed, init_distributed
-    from megatron_vl.platform import get_platform
-    from megatron_vl.spec.tensors import tensor_table
-    from tests.support.shards import join_shards
-    from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
-    from toolkit.parity.worker import complete_gradients
-
-    platform = get_platform("cpu")
-    init_distributed(platform)
-    results: dict[str, dict[str, torch.Tensor]] = {}
-    for name, fields in cases.items():
-        case = ParityCase(name=name, **fields)
-        live = build_case(case, platform)
-        data = pack_step(live, draw_samples(case.steps[0], live.spec, 0))
-        for chunk in live.model_chunks:
-            chunk.zero_grad_buffer()
-        reports = run_schedule(live.model_chunks, data.rows, seq_len=case.seq_len)
-        _, loss_tokens, *_ = reduce_losses(reports, live.grid, platform.device)
-
-        load = expert_load(
-            live.model_chunks,
-            live.spec.language.num_layers,
-            live.spec.language.moe.num_experts,
-            platform.device,
-        )
-        complete_gradients(live, loss_tokens)
-        table, cut = tensor_table(live.spec), live.layout.sharding
-        own: dict[tuple[str, int], list[torch.Tensor]] = {}
-        for tensor, parameter, _ in live.live_tensors:  # experts come in their order
-            if live.grid.is_first_copy(table[tensor]):
-                part = live.grid.shard_index(table[tensor])
-                own.setdefault((tensor, part), []).append(parameter.main_grad.clone())
-        by_rank: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, own)
-        parts = {key: stack for held in by_rank for key, stack in held.items()}
-        results[name] = {"load": load}
-        for tensor in {tensor for tensor, _ in parts}:
-            stacks = [parts[tensor, part] for part in range(cut.num_shards(table[tensor]))]
-            is_stack = bool(table[tensor].num_experts)
-            full = [torch.stack(stack) if is_stack else stack[0] for stack in stacks]
-            results[name][tensor] = join_shards(full, table[tensor], cut)
-
-    if dist.get_rank() == 0:
-        torch.save(results, out)
-    end_distributed()

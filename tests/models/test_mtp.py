@@ -12,14 +12,13 @@ import torch
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
 from megatron_vl.models.batch import WholeRow
-from megatron_vl.training.step import reduce_losses, run_schedule
-from megatron_vl.training.trainer import Trainer
+from megatron_vl.training.step import run_schedule
 from tests.models.mtp_reference import Reference, write_reference
 from tests.support.ranks import call, in_ranks
-from tests.support.tiny_trainer import trainer_of
+from tests.support.tiny_trainer import run_passes, trainer_of
 from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import draw_samples, pack_step
-from toolkit.parity.worker import complete_gradients, gradient_errors
+from toolkit.parity.worker import gradient_errors
 
 KINDS = [["image", "short_text"], ["mixed", "word"], ["text", "text"], ["without_loss", "video"]]
 """Samples of each row."""
@@ -44,22 +43,10 @@ def reference_of(family: str, trains: str) -> tuple[str, list[float]]:
     return out, numbers
 
 
-def run_passes(trainer: Trainer) -> list[float]:
-    """Runs forward and backward passes; the numbers of :func:`write_reference`. Collective."""
-    batch = pack_step(trainer, draw_samples(KINDS, trainer.spec, 0))
-    for chunk in trainer.model_chunks:
-        chunk.zero_grad_buffer()
-    reports = run_schedule(trainer.model_chunks, batch.rows, seq_len=SEQ_LEN)
-    device, has_mtp = trainer.platform.device, bool(trainer.config.mtp.loss)
-    loss, tokens, _, _, mtp = reduce_losses(reports, trainer.grid, device, has_mtp=has_mtp)
-    complete_gradients(trainer, tokens)
-    return [loss / tokens, *([mtp.loss_sum / mtp.tokens, mtp.tokens, mtp.first] if mtp else [])]
-
-
 def check_layout(hf: str, reference: str, numbers: list[float], fields: dict[str, Any]) -> None:
     """Compares the step of a layout with the reference. A body of ranks."""
     trainer = trainer_of(hf, SEQ_LEN, optimizer=False, **fields)
-    found = run_passes(trainer)
+    found = run_passes(trainer, KINDS)
     assert found[:2] == pytest.approx(numbers[:2], rel=1e-5)
     assert found[2:] == numbers[2:]
     errors = gradient_errors(trainer, Path(reference))

@@ -8,7 +8,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import psutil
 import pytest
@@ -64,9 +63,7 @@ def signs(*given: Heartbeat) -> dict[int, Heartbeat]:
         ((LOADING_ROWS, FORWARD_BACKWARD, LOADING_ROWS, LOADING_ROWS), {"age": 300}, 1),
     ],
 )
-def test_rank_that_the_others_wait_for_is_named(
-    phases: Sequence[str], fields: dict[str, Any], rank: int
-) -> None:
+def test_rank_that_the_others_wait_for_is_named(phases: Sequence[str], fields, rank: int) -> None:
     """``fields`` are those of the rank at fault."""
     heard = [sign(each, phase, **(fields if each == rank else {})) for each, phase in enumerate(phases)]
     diagnosis = diagnose_hang(signs(*heard), 600, 8, 600)

@@ -32,13 +32,14 @@ from megatron_vl.training.state.optimizer_state import (
     snapshot_optimizer,
 )
 from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
-from megatron_vl.training.step import StepResult
+from megatron_vl.training.step import StepResult, reduce_losses, run_schedule
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.parity.training import read_full_state
 from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step, resolve_on_given_rows
 from toolkit.parity.random_samples import make_sample
+from toolkit.parity.worker import complete_gradients
 
 SEQ_LEN = 256
 ROWS = 2
@@ -73,6 +74,21 @@ def train(trainer: Trainer, kinds: list[list[str]], steps: Iterable[int]) -> lis
         set_learning_rates(trainer.optimizer, trainer.config, step)
         results.append(trainer.train_step(pack_step(trainer, draw_samples(kinds, trainer.spec, step))))
     return results
+
+
+def run_passes(trainer: Trainer, kinds: list[list[str]]) -> list[float]:
+    """Runs forward and backward passes of the first step's samples and completes the gradients. Collective.
+
+    Returns [mean loss] and, with multi-token prediction, its mean loss, its targets and those ranked first.
+    """
+    batch = pack_step(trainer, draw_samples(kinds, trainer.spec, 0))
+    for chunk in trainer.model_chunks:
+        chunk.zero_grad_buffer()
+    reports = run_schedule(trainer.model_chunks, batch.rows, seq_len=trainer.config.data.seq_len)
+    device, has_mtp = trainer.platform.device, bool(trainer.config.mtp.loss)
+    loss, tokens, _, _, mtp = reduce_losses(reports, trainer.grid, device, has_mtp=has_mtp)
+    complete_gradients(trainer, tokens)
+    return [loss / tokens, *([mtp.loss_sum / mtp.tokens, mtp.tokens, mtp.first] if mtp else [])]
 
 
 def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:

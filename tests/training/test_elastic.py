@@ -29,9 +29,7 @@ def samples(run: Path) -> list[tuple[int, list[str]]]:
     return [(line["step"], sorted(sum(line["rows"], []))) for line in metrics(run, "samples.jsonl")]
 
 
-def test_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(prepared, tmp_path) -> None:
     whole, run = tmp_path / "whole", tmp_path / "run"
     done = train(prepared, whole, *OPTIONS, "--data.num_workers", "1", ranks=4, steps=STEPS)
     assert done.returncode == 0, done.stderr[-3000:]

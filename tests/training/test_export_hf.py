@@ -100,9 +100,7 @@ def test_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -> N
 
 
 @pytest.mark.slow
-def test_missing_exports_are_made_up_for_and_those_of_other_weights_set_aside(
-    steps: Steps, tmp_path: Path
-) -> None:
+def test_missing_exports_are_made_up_for_and_those_of_other_weights_set_aside(steps, tmp_path) -> None:
     """What lost its checkpoint goes."""
     (steps.run / "hf" / "step_00000002.partial").mkdir(parents=True)
     exporter = steps.exporter(2, 8)

@@ -185,9 +185,7 @@ LONG = ["--steps", "120", "--log.samples", "true"]
 
 @pytest.mark.full
 @pytest.mark.parametrize("offload", [False, True])
-def test_run_killed_at_any_moment_is_the_undisturbed_one(
-    prepared: dict[str, Path], tmp_path: Path, offload: bool
-) -> None:
+def test_run_killed_at_any_moment_is_the_undisturbed_one(prepared, tmp_path, offload: bool) -> None:
     """Of a random rank, often within a save. Each start may have another share of the optimizer state in host
     memory. Losses, norms and samples of every step are equal, those that were lost and taken again too."""
     whole, run, rng = tmp_path / "whole", tmp_path / "run", random.Random(3)
@@ -219,9 +217,7 @@ def names(run: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(prepared, tmp_path) -> None:
     """The export's process ends with its rank. The next start makes up for what is missing."""
     killed, full = tmp_path / "killed", tmp_path / "full"
     for run in (killed, full):

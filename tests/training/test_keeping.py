@@ -176,9 +176,7 @@ def test_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path)
     "number, is_held",
     [(errno.EAGAIN, True), (errno.EACCES, True), (errno.ENOLCK, False), (errno.ENOSYS, False)],
 )
-def test_only_two_errors_mean_that_another_run_has_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_held: bool
-) -> None:
+def test_only_two_errors_mean_that_another_run_has_the_lock(tmp_path, monkeypatch, number, is_held) -> None:
     def flock(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -192,9 +190,7 @@ def test_only_two_errors_mean_that_another_run_has_the_lock(
         assert read_owner(tmp_path) == own_process()
 
 
-def test_without_locks_a_living_owner_is_refused_and_a_dead_one_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_a_living_owner_is_refused_and_a_dead_one_followed(tmp_path, monkeypatch) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -231,9 +227,7 @@ sys.exit(main())
 
 
 @pytest.mark.ranks
-def test_run_whose_folder_another_has_taken_ends_and_deletes_nothing(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_run_whose_folder_another_has_taken_ends_and_deletes_nothing(prepared, tmp_path) -> None:
     run = tmp_path / "run"
     words = [sys.executable, "-c", WITHOUT_LOCKS, *options_of(prepared, run, *QUICK, steps=4000)]
     variables = environment() | single_rank_variables()

@@ -324,9 +324,7 @@ def test_run_rejects_lora_of_another_base(prepared: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.ranks
-def test_lora_leaves_as_a_peft_folder_and_begins_another_run(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_lora_leaves_as_a_peft_folder_and_begins_another_run(prepared, tmp_path) -> None:
     """The run's own export is the command's. A run that begins with the adapters has their settings."""
     run, hf = tmp_path / "run", prepared["hf"]
     export = ("--checkpoint.export_hf", "last", "--parallel.tp", "2")

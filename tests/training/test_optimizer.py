@@ -53,9 +53,7 @@ def rates_of(steps: int, **fields: Any) -> list[float]:
         (3, {"schedule": "constant", "warmup_steps": 2}, [0.5, 1, 1, 1]),
     ],
 )
-def test_schedules_have_the_rates_that_hand_computes(
-    steps: int, fields: dict[str, Any], expected: list[float]
-) -> None:
+def test_schedules_have_the_rates_that_hand_computes(steps, fields, expected: list[float]) -> None:
     assert rates_of(steps, **fields) == pytest.approx(expected)
 
 

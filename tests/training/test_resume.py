@@ -43,9 +43,7 @@ def rows(run: Path) -> list[tuple[int, Any]]:
     return [(line["step"], line["rows"]) for line in metrics(run, "samples.jsonl")]
 
 
-def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(prepared, tmp_path) -> None:
     """An earlier start has left something in its way. The later start trains for longer, and says so."""
     run = tmp_path / "run"
     keep = ["--checkpoint.keep", "1", "--optimizer.warmup_steps", "0"]
@@ -133,9 +131,7 @@ def test_only_fields_that_have_an_effect_are_named(tiny_checkpoint, family, old,
     assert note in notes and bool(note) == bool(notes)
 
 
-def test_damaged_checkpoint_is_reported_with_the_last_whole_one(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_is_reported_with_the_last_whole_one(prepared, tmp_path) -> None:
     run = tmp_path / "run"
     trainings(prepared, (run, []))
     for name in ("weights/manifest.json", "run.json", "optimizer/rank_00000.safetensors"):
@@ -192,9 +188,7 @@ def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path
     assert "model.checkpoint" in anew and "does not exist" in anew
 
 
-def test_checkpoint_of_another_model_is_refused(
-    prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
-) -> None:
+def test_checkpoint_of_another_model_is_refused(prepared, tmp_path, tiny_checkpoint) -> None:
     run = tmp_path / "run"
     trainings(prepared, (run, ["--stop_after", "2"]))
     other = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)  # not tied
@@ -281,9 +275,7 @@ def train_beside_an_older_folder(words: list[str], seen: int) -> str:
     return what_trainings_say([words])[0]
 
 
-def test_finished_run_ends_well_where_a_rank_sees_the_folder_late(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_finished_run_ends_well_where_a_rank_sees_the_folder_late(prepared, tmp_path) -> None:
     """The last checkpoint and latest.json need not be seen together on all nodes."""
     words = options_of(prepared, tmp_path / "run", *QUICK, steps=4)
     said = call(train_beside_an_older_folder, ranks=2, words=words, seen=2)

@@ -68,9 +68,7 @@ def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> N
     assert all(torch.equal(a.read_shard(name), b.read_shard(name)) for name in a.tensor_names())
 
 
-def test_validation_is_that_of_transformers_in_every_layout(
-    prepared: dict[str, Path], evaluated: Path
-) -> None:
+def test_validation_is_that_of_transformers_in_every_layout(prepared, evaluated) -> None:
     """Compares the loss over the rows' samples on four ranks (TP and PP) and two (DP and CP)."""
     run = prepared["folder"] / "evaluated_dp2"
     still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
@@ -162,9 +160,7 @@ ELSEWHERE: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_another_layout_goes_on_where_the_run_stopped(
-    prepared: dict[str, Path], resumed: Path, whole: Path, evaluated: Path, name: str
-) -> None:
+def test_another_layout_goes_on_where_the_run_stopped(prepared, resumed, whole, evaluated, name: str) -> None:
     """The same samples, losses within 1e-6, and the same validation with the tower on every rank."""
     ranks, options = ELSEWHERE[name]
     run = prepared["folder"] / f"elastic_{name}"
@@ -186,9 +182,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
     "victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"]
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_damaged_checkpoint_is_refused_by_name(
-    prepared: dict[str, Path], resumed: Path, victim: str, damage: str
-) -> None:
+def test_damaged_checkpoint_is_refused_by_name(prepared, resumed, victim: str, damage: str) -> None:
     """What resume reads is verified against its hash; one flipped bit is enough."""
     source = resumed / "step_00000003"
     broken = prepared["folder"] / "broken" / f"{Path(victim).name}_{damage}"

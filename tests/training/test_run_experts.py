@@ -56,9 +56,7 @@ def test_busiest_expert_is_in_the_log(whole: Path) -> None:
     )
 
 
-def test_another_layout_goes_on_where_the_run_stopped(
-    prepared: dict[str, Path], whole: Path, tmp_path: Path
-) -> None:
+def test_another_layout_goes_on_where_the_run_stopped(prepared, whole, tmp_path) -> None:
     """Saved with half of the experts on each of two ranks; four ranks that also cut them give the same
     samples and losses within 1e-6."""
     options = "--parallel.tp 2 --parallel.sequence_parallel true --parallel.ep 2 --parallel.etp 2".split()
@@ -77,9 +75,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
         assert (a.read_shard(name) - b.read_shard(name)).norm() <= 1e-4 * b.read_shard(name).norm(), name
 
 
-def test_exported_checkpoint_has_the_trained_experts(
-    prepared: dict[str, Path], whole: Path, tmp_path: Path
-) -> None:
+def test_exported_checkpoint_has_the_trained_experts(prepared, whole, tmp_path) -> None:
     assert verify_checkpoint(whole / "step_00000006") == []
     export_weights(whole, prepared["hf"], tmp_path / "hf")
     convert_weights(tmp_path / "hf", tmp_path / "back")

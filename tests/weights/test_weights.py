@@ -142,9 +142,7 @@ def test_cut_of_a_gated_tensor_has_its_part_of_both_halves() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_slice_out_of_any_layout(
-    tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], layout: dict
-) -> None:
+def test_any_slice_out_of_any_layout(tmp_path, spec, full, layout: dict) -> None:
     write_shards(tmp_path, spec, full, make_layout(spec, **layout))
     reader = WeightReader(tmp_path)
     assert reader.spec == spec and reader.layout == make_layout(spec, **layout)
@@ -376,9 +374,7 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_flipped_bit_is_refused_by_name(
-    tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor], tp: int
-) -> None:
+def test_a_flipped_bit_is_refused_by_name(tmp_path, spec, full, tp: int) -> None:
     """Any slice makes the whole stored tensor be compared; other tensors and ranks stay usable."""
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)
