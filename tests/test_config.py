@@ -152,6 +152,13 @@ def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
 
 
 IMPOSSIBLE = [
+    ("--optimizer.schedule wsd --optimizer.decay_steps 1", 1, "decay_steps 1 must be at least 2"),
+    (
+        "--steps 10 --optimizer.schedule wsd --optimizer.warmup_steps 8 --optimizer.decay_steps 3",
+        1,
+        "decay_steps 3 and 8 steps of warm-up",
+    ),
+    ("--steps 10 --optimizer.decay_steps 3", 1, "decay_steps 3 needs optimizer.schedule wsd"),
     (
         "--fp8.recipe tensorwise --fp8.vision true --vision.placement decoupled",
         1,

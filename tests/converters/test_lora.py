@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -284,64 +285,53 @@ def test_layers_to_transform_must_hold_every_factor(tmp_path: Path, adapters, la
     assert len(PeftFolder(folder, read_spec(hf)).factors) == 2
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora"),
-    "bias": ({"bias": "all"}, "bias is 'all'"),
-    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-    "type": ({"peft_type": "LOHA"}, "peft_type"),
-    "rank": ({"r": 8}, r"require \[8, "),
-}
+HEAD = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+REFUSED: list[tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = [
+    ("use_dora", {"use_dora": True}, dict),
+    ("bias is 'all'", {"bias": "all"}, dict),
+    ("init_lora_weights is 'pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"}, dict),
+    ("peft_type", {"peft_type": "LOHA"}, dict),
+    (r"require \[8, ", {"r": 8}, dict),
+    ("lm_head", {}, lambda tensors: tensors | HEAD),
+    ("has only one of lora_A, lora_B", {}, lambda tensors: dict(list(tensors.items())[1:])),
+    ("is not a factor", {}, lambda tensors: tensors | {"base_model.model.x.lora_magnitude": torch.ones(3)}),
+    (
+        "only 7 of 8 experts.*gate_proj",
+        {},
+        lambda tensors: {
+            name: tensor
+            for name, tensor in separate_experts(float_checkpoint("qwen3_5_moe"), ("gate_proj",), 4).items()
+            if ".experts.5." not in name
+        },
+    ),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_unsupported_settings_are_refused(tmp_path: Path, adapters, case: str) -> None:
-    settings, message = REFUSED[case]
-    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
-    folder = rewritten(adapter, tmp_path / "adapter", load_file(adapter / ADAPTER_FILE), **settings)
-    with pytest.raises(WeightsError, match=message):
-        PeftFolder(folder, read_spec(hf))
-
-
-def test_unsupported_tensors_are_refused(tmp_path: Path, adapters) -> None:
+@pytest.mark.parametrize(("message", "settings", "change"), REFUSED, ids=[each[0] for each in REFUSED])
+def test_unsupported_settings_and_tensors_are_refused(tmp_path, adapters, message, settings, change) -> None:
     """What cannot be represented is named: modules without adapters here, lost factors, missing experts."""
-    spec = read_spec(float_checkpoint("qwen3_5_moe"))
-    adapter = adapters("qwen3_5_moe")
-    tensors = load_file(adapter / ADAPTER_FILE)
-    key = next(iter(tensors))
-    head = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
-    experts = separate_experts(float_checkpoint("qwen3_5_moe"), ("gate_proj",), rank=4)
-    incomplete = {name: tensor for name, tensor in experts.items() if ".experts.5." not in name}
-    cases = {
-        "lm_head": tensors | head,
-        "has only one of lora_A, lora_B": {name: tensor for name, tensor in tensors.items() if name != key},
-        "is not a factor": tensors | {"base_model.model.x.lora_magnitude_vector": torch.ones(3)},
-        "only 7 of 8 experts.*gate_proj": incomplete,
-    }
-    for number, (message, changed) in enumerate(cases.items()):
-        folder = rewritten(adapter, tmp_path / str(number), changed)
-        with pytest.raises(WeightsError, match=message):
-            PeftFolder(folder, spec)
+    hf, adapter = float_checkpoint("qwen3_5_moe"), adapters("qwen3_5_moe")
+    tensors = change(load_file(adapter / ADAPTER_FILE))
+    with pytest.raises(WeightsError, match=message):
+        PeftFolder(rewritten(adapter, tmp_path / "adapter", tensors, **settings), read_spec(hf))
 
 
-def test_pickles_are_refused(tmp_path: Path, adapters) -> None:
-    adapter = adapters("qwen3_vl")
-    folder = rewritten(adapter, tmp_path / "adapter", {"x": torch.ones(1)})
+def test_pickles_are_refused(tmp_path, adapters) -> None:
+    folder = rewritten(adapters("qwen3_vl"), tmp_path / "adapter", {"x": torch.ones(1)})
     (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin")
     with pytest.raises(WeightsError, match="is a pickle.*save_pretrained"):
         PeftFolder(folder, read_spec(float_checkpoint("qwen3_vl")))
 
 
-def test_square_experts_need_a_known_version(tmp_path: Path) -> None:
+def test_square_experts_need_a_known_version(tmp_path) -> None:
     """If inputs and outputs are equally many, only the version says which factor has which."""
     hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32, expert_ffn_hidden_size=64)
     settings = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
     adapter = peft_folder(tmp_path / "adapter", hf, **settings)
     assert len(PeftFolder(adapter, read_spec(hf)).factors) == 4
-    tensors = load_file(adapter / ADAPTER_FILE)
-    for number, version in enumerate(("0.18.0", None)):
-        older = rewritten(adapter, tmp_path / str(number), tensors, peft_version=version)
-        with pytest.raises(WeightsError, match="square matrices"):
-            PeftFolder(older, read_spec(hf))
+    older = rewritten(adapter, tmp_path / "older", load_file(adapter / ADAPTER_FILE), peft_version="0.18.0")
+    with pytest.raises(WeightsError, match="square matrices"):
+        PeftFolder(older, read_spec(hf))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -86,6 +86,13 @@ def train(
     return run_module("megatron_vl.train", arguments, ranks, cwd=prepared["folder"])
 
 
+def trained(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6) -> str:
+    """The standard output of a training that has ended well."""
+    done = train(prepared, run, *options, ranks=ranks, steps=steps)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """The complete lines of a run's log, without a last one that a kill cut short."""
     path = run / name

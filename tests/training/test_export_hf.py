@@ -18,7 +18,7 @@ from megatron_vl.config.checks import check_export_weights
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support.tiny_run import metrics, train, trainings
+from tests.support.tiny_run import metrics, trained, trainings
 from tests.tiny import tiny_checkpoint
 
 # --- What is refused ---------------------------------------------------------------------------------------
@@ -177,10 +177,8 @@ TP2 = ["--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", 
 def test_run_exports_chosen_steps_and_trains_the_same(prepared: dict[str, Path]) -> None:
     """Every second step and the last one, although ``keep`` allows one checkpoint; transformers loads it."""
     plain, run = prepared["folder"] / "plain", prepared["folder"] / "exports"
-    done = train(prepared, plain, *TP2, ranks=2, steps=5)
-    assert done.returncode == 0, done.stderr[-4000:]
-    done = train(prepared, run, *TP2, "--checkpoint.export_hf", "2", ranks=2, steps=5)
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, plain, *TP2, ranks=2, steps=5)
+    trained(prepared, run, *TP2, "--checkpoint.export_hf", "2", ranks=2, steps=5)
 
     assert names(run / "hf") == ["step_00000002", "step_00000004", "step_00000005"]
     assert names_of_steps(run) == ["step_00000005"]  # what stayed for its export is gone

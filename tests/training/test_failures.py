@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -38,7 +37,7 @@ from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.trainer import Trainer, TrainingStopped
 from tests.support.ranks import Ended, run_apart, run_function
-from tests.support.tiny_run import environment, options_of
+from tests.support.tiny_run import options_of
 
 PROGRAM = "megatron_vl.train: "
 SECONDS = 20
@@ -160,38 +159,6 @@ def test_ranks_end_with_a_message_when_the_host_of_their_store_is_killed() -> No
     assert len(messages) == 1, done.stderr
     assert "rank 0: the process" in messages[0] and "ended without a message" in messages[0]
     assert "the process that keeps the store of all ranks (127.0.0.1:" in messages[0]
-
-
-LOST_STORE = """
-import os, sys, time
-from datetime import timedelta
-from megatron_vl.system.signals import hide_native_warnings
-if sys.argv[1] == "hide":
-    hide_native_warnings()
-from torch.distributed import TCPStore
-ready, write = os.pipe()
-server = os.fork()
-if not server:
-    store = TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    os.write(write, str(store.port).encode())
-    time.sleep(60)
-store = TCPStore("127.0.0.1", int(os.read(ready, 16)), 1, False)
-os.kill(server, 9)
-try:
-    store.wait(["key"], timedelta(seconds=30))
-except RuntimeError:
-    print("lost")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("choice", "frames"), [("hide", 0), ("show", 1)])
-def test_killed_launcher_leaves_no_native_frames(choice: str, frames: int) -> None:
-    """torch warns of each connection with its C++ stack, before the message of the run."""
-    words = [sys.executable, "-c", LOST_STORE, choice]
-    variables = {name: value for name, value in environment().items() if name != "TORCH_CPP_LOG_LEVEL"}
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "lost\n" and min(done.stderr.count("frame #0"), 1) == frames, done.stderr
 
 
 def come_late(peer_timeout_s: float) -> None:

@@ -23,7 +23,7 @@ from megatron_vl.training.state.resume import field_change_notes, recorded_field
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
 from tests.support.ranks import call
-from tests.support.tiny_run import metrics, options_of, prepare, train, what_trainings_say
+from tests.support.tiny_run import metrics, options_of, prepare, trained, what_trainings_say
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
 from toolkit.cli import main
@@ -238,7 +238,7 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     """Starts two replicas, then one alone, then another data set, whose samples are counted anew."""
     run = tmp_path / "run"
     options = [*QUICK, *DROPPING, "--optimizer.warmup_steps", "1"]
-    assert train(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2).returncode == 0
+    trained(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2)
     two = dropped(run, 2)
     assert saved_counts(run, 1) == dropped(run, 1) and saved_counts(run, 2) == two
 
