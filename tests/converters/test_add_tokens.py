@@ -17,7 +17,6 @@ from megatron_vl.data.sample.conversation_checks import ChatError
 from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel
-from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.trained_media import exported_facts
 from tests.converters.fp8_folders import fp8_folder, stored_tensors
@@ -159,11 +158,3 @@ def test_tokens_that_cannot_be_added(tmp_path, tokens: list[str], options: str, 
     command = f"convert --hf {tiny_checkpoint('qwen3_vl')} --add-tokens {token_file(tmp_path, tokens)}"
     status = main(f"{command} --out {tmp_path / 'out'} {options}".split())
     assert status != 0 and message in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_folder_without_tokenizer_json(tmp_path: Path) -> None:
-    shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
-    (tmp_path / "hf" / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="tokenizer.json is missing"):
-        add_tokens(tmp_path / "hf", token_file(tmp_path, ["x"]), tmp_path / "out")
-    assert not (tmp_path / "out").exists()

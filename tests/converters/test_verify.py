@@ -26,9 +26,9 @@ def folder_of(path: Path, **tensors: torch.Tensor) -> Path:
 
 def test_verify_names_every_kind_of_difference(tmp_path: Path) -> None:
     nan, zeros = torch.tensor([float("nan")]), torch.zeros
-    first = {"kind": zeros(2), "shape": zeros(2), "sign": zeros(3), "scalar": torch.tensor(1), "only": nan}
+    first = {"kind": zeros(2), "shape": zeros(2), "sign": zeros(3), "scalar": torch.tensor(1)}
     second = {"kind": zeros(2).half(), "shape": zeros(1, 2), "sign": -zeros(3), "scalar": torch.tensor(2)}
-    a = folder_of(tmp_path / "a", same=nan, **first)
+    a = folder_of(tmp_path / "a", same=nan, **first, only=torch.ones(1))
     b = folder_of(tmp_path / "b", same=nan, **second, new=torch.ones(1))
     found = {difference.name: difference.how for difference in compare_weights(a, b).differences}
     assert found == {

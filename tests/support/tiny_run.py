@@ -22,7 +22,6 @@ from megatron_vl.train import train as train_run
 from tests.data.media import encoded
 from tests.support.ranks import call, python_path, run_module
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [1,3] --parallel.sequence_parallel true".split()
 """Four ranks with uneven layers."""
 

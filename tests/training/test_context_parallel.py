@@ -37,7 +37,6 @@ from toolkit.parity.case import draw_samples, pack_step
 
 ROWS = [["image", "image"], ["mixed"], ["text", "short_text"], ["video", "text"]]
 """Kinds of samples in each row of a step."""
-SEQ_LEN = 512
 
 
 def test_parts_of_a_row_depend_on_no_value_of_the_device() -> None:
