@@ -227,9 +227,11 @@ def test_fusion_of_weight_gradients_needs_apex_in_core() -> None:
     join()
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     mpu.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
     config = TransformerConfig(**sizes, gradient_accumulation_fusion=True)
     with pytest.raises(RuntimeError, match="install APEX"):
