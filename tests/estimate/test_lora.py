@@ -51,14 +51,14 @@ def memory_of(name: str, options: str) -> StageMemory:
     return stage_memories(config_of(options), spec, make_layout(spec), 1)[0]
 
 
-@pytest.mark.parametrize(("family", "ranks", "options"), RUNS)
+@pytest.mark.parametrize(("family", "world_size", "options"), RUNS, ids=range(len(RUNS)))
 @in_ranks()
-def test_parameters_are_those_of_the_modules(family: str, ranks: int, options: str, hf: Path) -> None:
+def test_parameters_are_those_of_the_modules(family: str, world_size: int, options: str, hf: Path) -> None:
     """In every layout, of each stage: all parameters and the trained ones."""
     config, spec = config_of(f"{BASE} {options}"), read_spec(hf)
-    layout = run_layout(config, spec, ranks)
-    planned = stage_parameters(config, spec, layout, ranks // layout.replica_ranks)
-    for stage, tensors in zip(planned, dry_build(config, spec, ranks), strict=True):
+    layout = run_layout(config, spec, world_size)
+    planned = stage_parameters(config, spec, layout, world_size // layout.replica_ranks)
+    for stage, tensors in zip(planned, dry_build(config, spec, world_size), strict=True):
         sizes = [(math.prod(tensor.tensor_shape), tensor.is_trained) for tensor in tensors]
         counts = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
         assert (stage.parameter_count, stage.trained_count) == counts
