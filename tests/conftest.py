@@ -91,6 +91,15 @@ def tiny_checkpoint() -> Callable[..., Path]:
 
 
 @pytest.fixture
+def hf(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Path:
+    """A float32 checkpoint of the test's parameter ``family``, with its parameter ``sizes``."""
+    import torch
+
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    return tiny_checkpoint(params.get("family", "qwen2_5_vl"), dtype=torch.float32, **params.get("sizes", {}))
+
+
+@pytest.fixture
 def repository() -> Path:
     """The root of the checkout."""
     return REPOSITORY

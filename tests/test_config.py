@@ -79,16 +79,13 @@ def test_help_explains_every_field(capsys):
         ("--optimizer.offload_fraction most", r"expected a number or 'auto', got most"),
         ("--lr 3", r"^lr is unknown; did you mean optimizer.lr\?"),
         ("--step 3", r"^step is unknown; did you mean steps"),  # no abbreviations
-        ("--stepz 3", r"^stepz is unknown; did you mean steps"),
         ("--optimizer.schedule step", r"'optimizer.schedule': expected one of 'cosine', .*, got step"),
-        ("--data.seq_len many", r"field 'data.seq_len': expected a whole number, got many$"),
         ("--stop_after soon", r"'stop_after': expected a whole number or nothing \(null\), got soon$"),
         ("--parallel.layers [1,x]", r"expected a list of whole numbers such as \[8,20\] or 'auto' or"),
         ("--parallel 5", r"field 'parallel' is a section"),
         ("--model.attention flash", r"model.attention.*'reference'"),
         ("--optimizer.lr nan", r"optimizer.lr.*nan"),
         ("--config no_such.yaml", r"no_such.yaml"),
-        ("--configs run.yaml", r"^configs is unknown; did you mean config"),
         ("run.yaml", r"^unexpected word run.yaml; did you mean --config run.yaml\?$"),
         ("--model.freeze_vision", r"--model.freeze_vision needs a value after it.*true or false"),
     ],
@@ -112,7 +109,6 @@ def test_list_is_written_with_and_without_brackets(words: list[str], tmp_path: P
     ("text", "line", "message"),
     [
         ("steps: 3\noptimizer:\n  offload: true", 3, r"optimizer.offload is unknown; did you mean"),
-        ("optimizer: {lrr: 3}", 1, r"optimizer\.lrr is unknown; did you mean optimizer.lr"),
         ("seed: 3\noptimiser:\n  lr: 3", 3, r"optimiser.lr is unknown; did you mean"),
         ("seed: 3\nsteps: five", 2, r"field 'steps': expected a whole number, got five$"),
         (
@@ -121,14 +117,11 @@ def test_list_is_written_with_and_without_brackets(words: list[str], tmp_path: P
             r"field 'parallel.layers': expected a list of whole numbers such as \[8,20\]",
         ),
         ("seed: 3\nparallel: 2", 2, r"field 'parallel' is a section"),
-        ("seed: 3\nparallel:\n# tp: 2\n", 2, r"field 'parallel' is a section"),
         ("steps: 3\nseed: 3\nsteps: 4", 3, r"field 'steps' is in line 1 already"),
         ("parallel: {tp: 2\nsteps: 3", 2, r"column 6: broken YAML: expected ',' or '}'.*from line 1"),
-        ("steps: 3\n\tseed: 3", 2, r"column 1: broken YAML"),
         ("model: &a {hf: *a}", 1, r"field 'model.hf': expected text, got "),
         ("seed: 3\nmodel: {hf: !!python/name:os.system ''}", 2, r"column 13: broken YAML: .*os.system"),
         ("- steps", None, r"the file has no fields"),
-        ("# steps: 3", None, r"the file has no fields"),
         ("steps: \udcff", None, r"not UTF-8 text"),
     ],
 )
@@ -159,11 +152,20 @@ def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
 
 
 IMPOSSIBLE = [
+    ("--optimizer.schedule wsd --optimizer.decay_steps 1", 1, "decay_steps 1 must be at least 2"),
+    (
+        "--steps 10 --optimizer.schedule wsd --optimizer.warmup_steps 8 --optimizer.decay_steps 3",
+        1,
+        "decay_steps 3 and 8 steps of warm-up",
+    ),
+    ("--steps 10 --optimizer.decay_steps 3", 1, "decay_steps 3 needs optimizer.schedule wsd"),
+    (
+        "--fp8.recipe tensorwise --fp8.vision true --vision.placement decoupled",
+        1,
+        "needs vision.placement first_stage",
+    ),
     ("--parallel.tp 3", 4, "do not divide the world size 4; start a multiple of 3 processes"),
-    ("--parallel.ep 4 --parallel.tp 2 --parallel.pp 2", 4, "a multiple of 8 processes"),
-    ("--parallel.tp 0", 4, "parallel.tp 0 must be at least 1"),
     ("--global_batch_size 3", 2, r"the data-parallel size 2 \(2 ranks / \(tp 1 x pp 1\)\); take 2 or 4$"),
-    ("--global_batch_size 1", 2, "; take 2$"),
     ("--parallel.vpp 2", 1, "parallel.vpp 2 needs pp of at least 2"),
     ("--parallel.vpp 2 --parallel.pp 4 --global_batch_size 6", 4, r"multiple of pp \(4\)"),
     ("--parallel.sequence_parallel true", 1, "needs parallel.tp of at least 2"),
@@ -172,10 +174,8 @@ IMPOSSIBLE = [
     ("--optimizer.lr -1", 1, "optimizer.lr -1.0 must be at least 0"),
     ("--optimizer.min_lr_ratio 2", 1, "between 0 and 1"),
     ("--steps 100 --optimizer.warmup_steps 100", 1, "must be below steps 100"),
-    ("--data.max_bad_share 1.5", 1, "data.max_bad_share 1.5 must be between 0 and 1"),
     ("--stop_after 9 --steps 8 --optimizer.warmup_steps 0", 1, "stop_after 9 must not be above steps 8"),
     ("--failures.timeout_s 1e12", 1, "failures.timeout_s 1000000000000.0 must be between 0 and 604800"),
-    ("--data.video_fps 0", 1, "data.video_fps 0.0 must be above 0"),
     ("--data.min_pixels 9 --data.max_pixels 8", 1, "data.min_pixels 9"),
     ('--recompute.language_modules ["attn"]', 1, "valid: core_attn, mlp, layernorm"),
     (
@@ -184,28 +184,12 @@ IMPOSSIBLE = [
         "nothing to train",
     ),
     ("--fp8.recipe delayed --data.seq_len 4100 --parallel.cp 2", 2, "multiple of 32 .*; take 4096 or 4128$"),
-    (f"--seed {2**32}", 1, "seed 4294967296 must be between 0 and"),
-    (f"--vision.patches_a_call {2**16 + 1}", 1, "vision.patches_a_call 65537 must be between 1 and"),
-    ("--data.num_workers -1", 1, "data.num_workers -1 must be at least 0"),
     ("--recompute.keep [attention]", 1, "recompute.keep is for layers under full recompute"),
     ("--recompute.language full --recompute.keep [mlp]", 1, "valid: attention, experts"),
-    (
-        "--recompute.language full --recompute.keep [attention] --fp8.recipe tensorwise",
-        1,
-        "not supported with FP8",
-    ),
     ("--recompute.language full --recompute.keep [experts] --parallel.etp 2", 2, "parallel.etp above 1"),
     ("--recompute.offload_inputs true", 1, "set recompute.language to full, or recompute.vision"),
     ("--data.seq_len 4096 --parallel.cp 3", 3, r"of 3 \(parallel.cp 3\); take 4095 or 4098"),
-    (
-        "--data.seq_len 4098 --parallel.cp 2 --parallel.tp 2 --parallel.sequence_parallel true",
-        4,
-        r"multiple of 4 \(parallel.cp 2 x tp 2 with sequence_parallel\); take 4096 or 4100",
-    ),
-    ("--parallel.cp 2", 3, "tp 1 x cp 2 x pp 1 = 2 ranks do not divide the world size 3"),
     ("--checkpoint.export_hf last", 1, "export_hf last needs checkpoint.dir"),
-    ("--checkpoint.dir r --checkpoint.export_hf -2", 1, "multiple of checkpoint.interval 500"),
-    ("--checkpoint.dir r --checkpoint.export_hf 4", 1, "multiple of checkpoint.interval 500"),
     (
         "--checkpoint.dir r --checkpoint.export_hf 4 --checkpoint.interval 3",
         1,
@@ -213,13 +197,9 @@ IMPOSSIBLE = [
     ),
     ("--profile.steps [5,7]", 4, "profile.steps needs checkpoint.dir"),
     ("--checkpoint.dir r --profile.steps [5]", 4, r"profile.steps \[5\] must be the first and the last"),
-    ("--checkpoint.dir r --profile.steps [5,6,7]", 4, "must be the first and the last step"),
     ("--checkpoint.dir r --profile.steps [0,2]", 4, "between 1 and the last step"),
-    ("--checkpoint.dir r --profile.steps [7,5]", 4, "must be the first and the last step"),
     ("--checkpoint.dir r --profile.steps [99,101] --steps 100", 4, "between 1 and steps 100"),
     ("--checkpoint.dir r --profile.steps [5,7] --profile.ranks [0,4]", 4, "ranks of this run, 0 to 3"),
-    ("--checkpoint.dir r --profile.steps [5,7] --profile.ranks [-1]", 4, "ranks of this run, 0 to 3"),
-    ("--checkpoint.dir r --profile.steps [5,7] --profile.ranks []", 4, "at least one"),
 ]
 
 
@@ -264,11 +244,6 @@ def test_every_number_has_a_range():
         assert facts and valid_range(-math.inf, facts), f"{name} has no range"
 
 
-def test_number_at_its_bound_is_valid() -> None:
-    at_bounds = f"--seed {2**32 - 1} --data.max_bad_share 1 --data.video_fps 0.1"
-    assert validate_config(parse_config(at_bounds.split()), 1) == 1
-
-
 @pytest.mark.parametrize("name", [name for name in REMOVED if " " not in name and name != "card"])
 def test_removed_field_and_those_of_other_programs_are_answered(name: str, tmp_path: Path) -> None:
     section, _, leaf = name.rpartition(".")
@@ -278,16 +253,3 @@ def test_removed_field_and_those_of_other_programs_are_answered(name: str, tmp_p
         with pytest.raises(RunConfigError) as refusal:
             parse_config(words)
         assert f"there is no {name}: {REMOVED[name]}" in str(refusal.value)
-
-
-def test_config_is_never_changed():
-    config = parse_config([])
-    for section in (config, *(getattr(config, item.name) for item in dataclasses.fields(config))):
-        if dataclasses.is_dataclass(section):
-            name = dataclasses.fields(section)[0].name
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(section, name, getattr(section, name))
-
-
-def test_data_parallel_size():
-    assert validate_config(parse_config(["--parallel.tp", "2", "--parallel.pp", "2"]), 16) == 4

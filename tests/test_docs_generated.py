@@ -134,19 +134,6 @@ def letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        "### `data.seq_len`\n\nWhole number, default: `4096`",
-        "### `data.pack`\n\n`true` or `false`, default: `true`",
-        "### `optimizer.vision_lr`\n\nNumber, default: empty",
-        "### `dtype`\n\nOne of `auto`, `bfloat16`, `float32`, default: `auto`",
-    ],
-)
-def test_reference_has_types_and_defaults(field: str) -> None:
-    assert field in HOOKS.run_reference()
-
-
 def test_reference_has_every_option_of_every_command() -> None:
     page = HOOKS.commands_reference()
     for name, command in COMMANDS.items():
@@ -157,8 +144,3 @@ def test_reference_has_every_option_of_every_command() -> None:
         ]
         options = {word for word in words if word.startswith("--")} - {"--help"}
         assert set(re.findall(r"^`(--[\w-]+)", section, re.MULTILINE)) == options, name
-
-
-def test_reference_keeps_signs_of_markdown() -> None:
-    text = HOOKS.as_markdown("ends with <|im_end|>, 2 * pp; see `a_b*` and c_d")
-    assert text == "ends with &#60;&#124;im&#95;end&#124;&#62;, 2 &#42; pp; see `a_b*` and c&#95;d"

@@ -30,9 +30,7 @@ def optimizer_state(path: Path) -> None:
 
 @pytest.mark.parametrize("write", [bytes_of_a_file, tensors_one_by_one, optimizer_state])
 @pytest.mark.parametrize("there_before", [False, True])
-def test_written_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], there_before: bool
-) -> None:
+def test_written_files(tmp_path, monkeypatch, write: Callable[[Path], None], there_before: bool) -> None:
     path = tmp_path / "file"
     if there_before:
         path.write_bytes(b"old")

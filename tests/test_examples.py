@@ -241,18 +241,6 @@ def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_pa
     assert missing.returncode == 2 and "--master-addr" in missing.stderr
 
 
-@pytest.mark.parametrize("script", STARTED)
-def test_scripts_without_arguments_print_only_their_usage(script, tmp_path):
-    done = run(script, folder=tmp_path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(r"usage: .*\n", done.stderr), done.stderr
-
-
-def test_pretrain_lists_the_examples_if_the_name_is_unknown(tmp_path):
-    done = run("pretrain.sh", "qwen9", folder=tmp_path)
-    assert done.returncode == 2 and "qwen9 is neither a YAML nor one of: qwen2_5_vl_32b " in done.stderr
-
-
 @pytest.mark.parametrize("script", STARTED[:3])
 def test_scripts_without_the_environment_say_what_to_do(script, tmp_path):
     for program in ("bash", "env", "dirname"):

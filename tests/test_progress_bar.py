@@ -70,9 +70,3 @@ def test_run_prints_its_own_lines_elsewhere(monkeypatch):
     with progress_bar.progress(100, "steps", "training", has_lines=False) as advance:
         advance(1)
     assert stream.getvalue() == ""
-
-
-def test_short_work_and_an_unknown_total_print_nothing(capsys):
-    with progress_bar.progress(0, "shards", "measuring") as advance:
-        advance(1)
-    assert capsys.readouterr() == ("", "")

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from converters.convert import convert_weights, export_weights, reshard_weights
 from converters.tensor_folder import SINGLE_FILE, WEIGHT_INDEX_FILE, TensorFolder
 from megatron_vl.spec.families import read_spec
 
@@ -215,6 +214,24 @@ def experts_apart(tensors: dict[str, Tensor], *, input_first: bool = True) -> di
     return apart
 
 
+def stack_mtp_experts(hf: Path) -> None:
+    """Stores the experts of multi-token prediction in stacks, as Qwen3.6 has them."""
+    prefix, weight_map = "mtp.layers.0.mlp.experts.", {}
+    for file in sorted(hf.glob("*.safetensors")):
+        tensors = load_file(file)
+        apart = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+        if apart:
+            gate, up, down = (
+                torch.stack([apart[f"{prefix}{i}.{kind}_proj.weight"] for i in range(len(apart) // 3)])
+                for kind in ("gate", "up", "down")
+            )
+            tensors |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
+            save_file(tensors, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file.name)
+    index = json.loads((hf / WEIGHT_INDEX_FILE).read_text()) | {"weight_map": weight_map}
+    (hf / WEIGHT_INDEX_FILE).write_text(json.dumps(index))
+
+
 def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], files: int = 1) -> Path:
     """A HF folder as released: weights in ``files`` files with an index, and the small files beside them."""
     folder.mkdir(parents=True)
@@ -274,6 +291,3 @@ def tp_sizes(size: str) -> list[int]:
     return [
         tp for tp in (1, 2, 4, 8) if spec.language.num_heads % tp == 0 and spec.vision.num_heads % tp == 0
     ]  # 16 key heads of linear attention allow all of them
-
-
-__all__ = ["convert_weights", "export_weights", "reshard_weights"]

@@ -17,7 +17,6 @@ from megatron_vl.data.sample.conversation_checks import ChatError
 from megatron_vl.data.sample.tokenizer import load_tokenizer
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel
-from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.trained_media import exported_facts
 from tests.converters.fp8_folders import fp8_folder, stored_tensors
@@ -155,17 +154,7 @@ def test_tokens_without_a_row_get_one(tmp_path: Path) -> None:
         (["é"], "", "'é' cannot become a token"),  # the vocabulary's name of a byte
     ],
 )
-def test_tokens_that_cannot_be_added(
-    tmp_path: Path, tokens: list[str], options: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_that_cannot_be_added(tmp_path, tokens: list[str], options: str, message: str, capsys) -> None:
     command = f"convert --hf {tiny_checkpoint('qwen3_vl')} --add-tokens {token_file(tmp_path, tokens)}"
     status = main(f"{command} --out {tmp_path / 'out'} {options}".split())
     assert status != 0 and message in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_folder_without_tokenizer_json(tmp_path: Path) -> None:
-    shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
-    (tmp_path / "hf" / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="tokenizer.json is missing"):
-        add_tokens(tmp_path / "hf", token_file(tmp_path, ["x"]), tmp_path / "out")
-    assert not (tmp_path / "out").exists()

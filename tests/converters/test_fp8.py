@@ -21,6 +21,7 @@ from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError
 from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError, row_regions
 from tests.converters.fp8_folders import SIZES, dequantise, fp8_folder, quantise, stored_tensors
+from tests.converters.helpers import stack_mtp_experts
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
 from toolkit.common.hf_loading import load_hf_model
@@ -123,9 +124,7 @@ def test_fp8_block_edges_by_hand(tmp_path: Path) -> None:
         ("qwen3_vl_moe", False, (40, 48)),
     ],
 )
-def test_fp8_round_trip_gives_the_same_files(
-    tmp_path: Path, family: str, apart: bool, block_size: tuple[int, int]
-) -> None:
+def test_fp8_round_trip_gives_the_same_files(tmp_path, family, apart, block_size) -> None:
     """Also where blocks end within a shard, and where the last ones are smaller."""
     hf = fp8_folder(tmp_path / "hf", family, block_size, experts_apart=apart)
     report = convert_weights(hf, tmp_path / "megatron", {"tp": 2, "pp": 2})
@@ -250,25 +249,12 @@ def test_export_in_fp8_leaves_what_the_released_folders_leave(tmp_path: Path) ->
     assert "visual.blocks.0.attn.qkv_proj" in modules
 
 
-@pytest.mark.parametrize("style", ["apart", "output_first"])
+@pytest.mark.parametrize("style", ["apart", "stacked"])
 def test_trained_mtp_is_written_in_fp8_as_in_the_released_folders(tmp_path: Path, style: str) -> None:
     """Of Qwen3.6-35B-A3B-FP8, 1,560 tensors: 24, and six of each of 256 experts, also from stacks."""
     hf = shutil.copytree(tiny_checkpoint("qwen3_5_moe", **WHOLE_BLOCKS), tmp_path / "hf")
-    if style == "output_first":
-        [path] = (path for path in hf.glob("*.safetensors") if "mtp.fc.weight" in load_file(path))
-        tensors = load_file(path)
-        experts = {n: t for n, t in tensors.items() if n.startswith("mtp.") and ".experts." in n}
-        gate, up, down = (
-            torch.stack([experts[f"mtp.layers.0.mlp.experts.{i}.{name}_proj.weight"] for i in range(4)])
-            for name in ("gate", "up", "down")
-        )
-        stacks = {"gate_up_proj": torch.cat((gate, up), 1), "down_proj": down}
-        tensors = {n: t for n, t in tensors.items() if n not in experts}
-        tensors |= {f"mtp.layers.0.mlp.experts.{name}": stack for name, stack in stacks.items()}
-        save_file(tensors, path, metadata={"format": "pt"})
-        files = {p.name: load_file(p) for p in hf.glob("*.safetensors")}
-        weight_map = {name: file for file, stored in files.items() for name in stored}
-        edit(hf / "model.safetensors.index.json", weight_map=weight_map)
+    if style == "stacked":
+        stack_mtp_experts(hf)
     source = HfCheckpoint(hf, has_mtp=True)
     _write_weights(source, [hf], tmp_path / "megatron", None, "convert", 0, False, {})
     export_weights(tmp_path / "megatron", hf, tmp_path / "fp8", as_fp8=True)

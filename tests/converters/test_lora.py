@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,12 @@ from torch import Tensor
 
 from converters.convert import convert_adapter, export_adapter, export_weights, reshard_weights
 from converters.hf_checkpoint import long_tensor_name
-from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, shortest_suffixes
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
 from megatron_vl.spec.lora import fused_lora
 from megatron_vl.weights.tensor_files import WeightsError
-from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.run_json import write_run_json
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
@@ -115,20 +115,6 @@ def test_whole_modules_keep_their_bits_through_all_layouts(tmp_path: Path, famil
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5_moe"])
-def test_merge_rounds_once(tmp_path: Path, adapters, family: str) -> None:
-    hf, adapter = tiny_checkpoint(family), adapters(family)
-    model = peft_model(hf, **all_targets(hf), **patterns(family)).float()
-    expected = model.merge_and_unload().state_dict()
-    export_weights(adapter, hf, tmp_path / "merged", merges_adapter=True)
-    for name, tensor in released(read_tensors(tmp_path / "merged"), family).items():
-        wanted = expected[name].to(tensor.dtype)
-        # Sums in another order may fall on the other side of a rounding.
-        differs = tensor != wanted
-        assert differs.float().mean() < 1e-3, name
-        torch.testing.assert_close(tensor, wanted, rtol=2**-7, atol=1e-6, msg=name)
-
-
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4": {"tp": 4},
     "pp2": {"pp": 2},
@@ -151,44 +137,6 @@ def test_factors_keep_their_bits_through_all_layouts(tmp_path: Path, adapters, f
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert torch.equal(logits(load_peft(hf, adapter)), logits(load_peft(hf, tmp_path / "out")))
-
-
-PARTIAL: dict[str, dict[str, Any]] = {
-    "q": {"target_modules": ["q_proj"]},
-    "q and v": {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 9}, "use_rslora": True},
-    "up": {"target_modules": r".*language_model\.layers\.[02]\..*up_proj"},
-    "tower": {
-        "target_modules": r"model\.visual\.(blocks|merger).*\.(proj|qkv|linear_fc1|fc1|up_proj)",
-        "bias": "none",
-    },
-    "layers": {"target_modules": ["down_proj", "o_proj"], "layers_to_transform": [3]},
-    "all but": {"target_modules": ["out_proj", "in_proj_a"], "exclude_modules": r".*layers\.1\..*"},
-}
-
-
-@pytest.mark.parametrize("targets", PARTIAL)
-def test_parts_of_a_fused_matrix_come_back(tmp_path: Path, targets: str) -> None:
-    """Lists, regular expressions and layers: what is in the file is what counts, both ways."""
-    settings = PARTIAL[targets]
-    hf = float_checkpoint("qwen3_5" if targets in ("q and v", "all but") else "qwen2_5_vl")
-    peft_folder(tmp_path / "adapter", hf, **settings)
-    convert_adapter(tmp_path / "adapter", hf, tmp_path / "weights", {"tp": 2})
-    export_adapter(tmp_path / "weights", hf, tmp_path / "out")
-    model = load_peft(hf, tmp_path / "out")
-    assert torch.equal(logits(load_peft(hf, tmp_path / "adapter")), logits(model))
-    adapted = {key.replace(".default", "") for key in model.state_dict() if ".lora_" in key}
-    assert adapted == set(load_file(tmp_path / "adapter" / ADAPTER_FILE))
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-@pytest.mark.parametrize("stack", ("gate_up_proj", "down_proj"))
-def test_one_stack_of_experts_comes_back(tmp_path: Path, family: str, stack: str) -> None:
-    hf = float_checkpoint(family)
-    settings = {"target_modules": [], "target_parameters": [f"mlp.experts.{stack}"]}
-    peft_folder(tmp_path / "adapter", hf, **settings)
-    convert_adapter(tmp_path / "adapter", hf, tmp_path / "weights", {"ep": 2, "etp": 2})
-    export_adapter(tmp_path / "weights", hf, tmp_path / "out")
-    assert torch.equal(logits(load_peft(hf, tmp_path / "adapter")), logits(load_peft(hf, tmp_path / "out")))
 
 
 def rewritten(source: Path, target: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
@@ -245,9 +193,7 @@ def separate_experts(hf: Path, words: tuple[str, ...], rank: int = 2) -> dict[st
 
 @pytest.mark.parametrize("use_rslora", (False, True))
 @pytest.mark.parametrize("words", (("gate_proj", "up_proj", "down_proj"), ("up_proj",)))
-def test_separate_experts_are_stacked(
-    tmp_path: Path, adapters, words: tuple[str, ...], use_rslora: bool
-) -> None:
+def test_separate_experts_are_stacked(tmp_path, adapters, words: tuple[str, ...], use_rslora: bool) -> None:
     """Each expert's own factors become those of the stack, and the merged weights are theirs."""
     hf, adapter = float_checkpoint("qwen3_5_moe"), adapters("qwen3_5_moe")
     tensors = separate_experts(hf, words)
@@ -339,64 +285,53 @@ def test_layers_to_transform_must_hold_every_factor(tmp_path: Path, adapters, la
     assert len(PeftFolder(folder, read_spec(hf)).factors) == 2
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "dora": ({"use_dora": True}, "use_dora"),
-    "bias": ({"bias": "all"}, "bias is 'all'"),
-    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
-    "type": ({"peft_type": "LOHA"}, "peft_type"),
-    "rank": ({"r": 8}, r"require \[8, "),
-}
+HEAD = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+REFUSED: list[tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = [
+    ("use_dora", {"use_dora": True}, dict),
+    ("bias is 'all'", {"bias": "all"}, dict),
+    ("init_lora_weights is 'pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"}, dict),
+    ("peft_type", {"peft_type": "LOHA"}, dict),
+    (r"require \[8, ", {"r": 8}, dict),
+    ("lm_head", {}, lambda tensors: tensors | HEAD),
+    ("has only one of lora_A, lora_B", {}, lambda tensors: dict(list(tensors.items())[1:])),
+    ("is not a factor", {}, lambda tensors: tensors | {"base_model.model.x.lora_magnitude": torch.ones(3)}),
+    (
+        "only 7 of 8 experts.*gate_proj",
+        {},
+        lambda tensors: {
+            name: tensor
+            for name, tensor in separate_experts(float_checkpoint("qwen3_5_moe"), ("gate_proj",), 4).items()
+            if ".experts.5." not in name
+        },
+    ),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_unsupported_settings_are_refused(tmp_path: Path, adapters, case: str) -> None:
-    settings, message = REFUSED[case]
-    hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
-    folder = rewritten(adapter, tmp_path / "adapter", load_file(adapter / ADAPTER_FILE), **settings)
-    with pytest.raises(WeightsError, match=message):
-        PeftFolder(folder, read_spec(hf))
-
-
-def test_unsupported_tensors_are_refused(tmp_path: Path, adapters) -> None:
+@pytest.mark.parametrize(("message", "settings", "change"), REFUSED, ids=[each[0] for each in REFUSED])
+def test_unsupported_settings_and_tensors_are_refused(tmp_path, adapters, message, settings, change) -> None:
     """What cannot be represented is named: modules without adapters here, lost factors, missing experts."""
-    spec = read_spec(float_checkpoint("qwen3_5_moe"))
-    adapter = adapters("qwen3_5_moe")
-    tensors = load_file(adapter / ADAPTER_FILE)
-    key = next(iter(tensors))
-    head = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
-    experts = separate_experts(float_checkpoint("qwen3_5_moe"), ("gate_proj",), rank=4)
-    incomplete = {name: tensor for name, tensor in experts.items() if ".experts.5." not in name}
-    cases = {
-        "lm_head": tensors | head,
-        "has only one of lora_A, lora_B": {name: tensor for name, tensor in tensors.items() if name != key},
-        "is not a factor": tensors | {"base_model.model.x.lora_magnitude_vector": torch.ones(3)},
-        "only 7 of 8 experts.*gate_proj": incomplete,
-    }
-    for number, (message, changed) in enumerate(cases.items()):
-        folder = rewritten(adapter, tmp_path / str(number), changed)
-        with pytest.raises(WeightsError, match=message):
-            PeftFolder(folder, spec)
+    hf, adapter = float_checkpoint("qwen3_5_moe"), adapters("qwen3_5_moe")
+    tensors = change(load_file(adapter / ADAPTER_FILE))
+    with pytest.raises(WeightsError, match=message):
+        PeftFolder(rewritten(adapter, tmp_path / "adapter", tensors, **settings), read_spec(hf))
 
 
-def test_pickles_are_refused(tmp_path: Path, adapters) -> None:
-    adapter = adapters("qwen3_vl")
-    folder = rewritten(adapter, tmp_path / "adapter", {"x": torch.ones(1)})
+def test_pickles_are_refused(tmp_path, adapters) -> None:
+    folder = rewritten(adapters("qwen3_vl"), tmp_path / "adapter", {"x": torch.ones(1)})
     (folder / ADAPTER_FILE).rename(folder / "adapter_model.bin")
     with pytest.raises(WeightsError, match="is a pickle.*save_pretrained"):
         PeftFolder(folder, read_spec(float_checkpoint("qwen3_vl")))
 
 
-def test_square_experts_need_a_known_version(tmp_path: Path) -> None:
+def test_square_experts_need_a_known_version(tmp_path) -> None:
     """If inputs and outputs are equally many, only the version says which factor has which."""
     hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32, expert_ffn_hidden_size=64)
     settings = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
     adapter = peft_folder(tmp_path / "adapter", hf, **settings)
     assert len(PeftFolder(adapter, read_spec(hf)).factors) == 4
-    tensors = load_file(adapter / ADAPTER_FILE)
-    for number, version in enumerate(("0.18.0", None)):
-        older = rewritten(adapter, tmp_path / str(number), tensors, peft_version=version)
-        with pytest.raises(WeightsError, match="square matrices"):
-            PeftFolder(older, read_spec(hf))
+    older = rewritten(adapter, tmp_path / "older", load_file(adapter / ADAPTER_FILE), peft_version="0.18.0")
+    with pytest.raises(WeightsError, match="square matrices"):
+        PeftFolder(older, read_spec(hf))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -410,38 +345,11 @@ def test_all_linear_is_what_peft_means_by_it(family: str) -> None:
     assert ours == {name for name in names if not name.endswith(".shared_expert_gate")}
 
 
-def test_patterns_are_stored_as_a_table(tmp_path: Path, adapters) -> None:
-    hf = float_checkpoint("qwen3_vl")
-    convert_adapter(adapters("qwen3_vl"), hf, tmp_path / "weights")
-    stored = WeightReader(tmp_path / "weights", takes_lora=True)
-    matrices = stored.manifest["lora"]["matrices"]
-    assert matrices["model.visual.blocks.0.attn.qkv"] == [4, 3.5]
-    assert {name: list(each) for name, each in stored.lora.matrices.items()} == matrices
-
-
-def test_suffixes_match_nothing_else() -> None:
-    """In Qwen2.5-VL, gate_proj is a name of the tower as well; 0 is the end of a layer's name."""
-    spec = read_spec(float_checkpoint("qwen2_5_vl"))
-    language = [name for name in fused_names(spec, "mlp")]
-    # One form for all layers, also for those that the tower does not have.
-    expected = [f"layers.{i}.mlp.{name}_proj" for i in range(6) for name in ("gate", "up", "down")]
-    assert shortest_suffixes(language, spec) == expected[: len(language)] and len(language) % 3 == 0
-    assert shortest_suffixes(fused_names(spec, "attention"), spec) == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    assert shortest_suffixes(fused_names(spec, "merger"), spec) == ["mlp.0", "mlp.2"]
-
-
-def fused_names(spec: Any, kind: str) -> list[str]:
-    adapters = fused_lora(spec, LoraConfig(rank=1, targets=[kind])).values()
-    return [part.hf_name for adapter in adapters for part in adapter.parts]
-
-
 def run(*words: object) -> int:
     return main([str(word) for word in words])
 
 
-def test_commands_convert_and_export_adapters(
-    tmp_path: Path, adapters, capsys: pytest.CaptureFixture
-) -> None:
+def test_commands_convert_and_export_adapters(tmp_path, adapters, capsys) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     weights = ("--checkpoint", tmp_path / "weights", "--hf", hf)
     assert (

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from converters.convert import convert_weights, export_weights, reshard_weights
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError, read_spec
-from megatron_vl.spec.tensors import LayoutError, Sharding, check_tensor_parallel, tensor_table
+from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel, tensor_table
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main
 
@@ -60,62 +59,6 @@ def test_bytes_are_those_of_the_released_index(size: str) -> None:
         math.prod(info.shape) for name, info in table.items() if name.endswith(("A_log", "out_norm.weight"))
     )
     assert total == 2 * (parameters + mtp) + (2 * wide if size.startswith("Qwen3.5") else 0)
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[WeightReader, dict[str, Tensor]]:
-    root = tmp_path_factory.mktemp("qwen3_5")
-    convert_weights(released_folder(root / "hf", DENSE), root / "shards", {"tp": 4, "pp": 2})
-    return WeightReader(root / "shards"), released_tensors(DENSE)
-
-
-def test_gated_attention_as_core_splits_it(converted) -> None:
-    """Each group's rows are its queries, its gates, key, value; HF has query and gate of a head together."""
-    reader, hf = converted
-    m = reader.spec.language
-    (layer,) = [i for i in range(m.num_layers) if not m.has_linear_attention(i)]
-    fused = reader.read_shard(f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.weight")
-    per_group, dim = m.num_heads // m.num_kv_heads, m.head_dim
-    groups = fused.view(m.num_kv_heads, 2 * per_group + 2, dim, -1)
-
-    prefix = f"model.language_model.layers.{layer}.self_attn."
-    theirs = hf[f"{prefix}q_proj.weight"].view(m.num_heads, 2, dim, -1)  # view(..., heads, 2 * dim).chunk(2)
-    assert torch.equal(groups[:, :per_group].reshape(m.num_heads, dim, -1), theirs[:, 0])
-    assert torch.equal(groups[:, per_group:-2].reshape(m.num_heads, dim, -1), theirs[:, 1])
-    for which, name in ((-2, "k_proj"), (-1, "v_proj")):
-        assert torch.equal(groups[:, which].flatten(0, 1), hf[f"{prefix}{name}.weight"])
-
-
-def test_linear_attention_of_a_tensor_rank(converted) -> None:
-    """Rank 2 of 4 holds its quarter of the heads of each section, so that key heads stay with the value
-    heads that they serve."""
-    reader, hf = converted
-    a = reader.spec.language.linear_attention
-    ours = "language_model.decoder.layers.1.self_attention."
-    theirs = {
-        name.split(".linear_attn.")[1]: tensor
-        for name, tensor in hf.items()
-        if name.startswith("model.language_model.layers.1.linear_attn.")
-    }
-    keys, values = a.key_heads * a.key_dim, a.value_heads * a.value_dim
-
-    def quarter(tensor: Tensor) -> Tensor:
-        return tensor.chunk(4)[2]
-
-    q, k, v = (quarter(t) for t in theirs["in_proj_qkv.weight"].split((keys, keys, values)))
-    z, b, a_ = (quarter(theirs[f"in_proj_{name}.weight"]) for name in "zba")
-    rank = {
-        name.removeprefix(ours): reader.read_shard(name, 2, Sharding(4))
-        for name in reader.tensor_infos
-        if name.startswith(ours)
-    }
-    assert torch.equal(rank["in_proj.weight"], torch.cat((q, k, v, z, b, a_)))
-    channels = theirs["conv1d.weight"].split((keys, keys, values))
-    assert torch.equal(rank["conv1d.weight"], torch.cat([quarter(part) for part in channels]))
-    assert torch.equal(rank["A_log"], quarter(theirs["A_log"]))
-    assert torch.equal(rank["dt_bias"], quarter(theirs["dt_bias"]))
-    assert torch.equal(rank["out_norm.weight"], theirs["norm.weight"])
-    assert torch.equal(rank["out_proj.weight"], theirs["out_proj.weight"].chunk(4, dim=1)[2])
 
 
 @pytest.mark.parametrize("size", [DENSE_3_5, MOE])
@@ -216,27 +159,26 @@ def config_of(size: str, **text: Any) -> dict[str, Any]:
     return config
 
 
-def test_impossible_qwen3_5_configs_are_refused() -> None:
-    few = read_spec(config_of("Qwen3.5-9B", linear_num_key_heads=2, linear_num_value_heads=4))
-    with pytest.raises(LayoutError, match=r"tp=4 does not divide 2 key heads .* allow tp in \[1, 2\]"):
-        check_tensor_parallel(few, 4)
-    six = read_spec(config_of("Qwen3.5-9B", num_attention_heads=24, num_key_value_heads=6))
-    with pytest.raises(LayoutError, match="tp=4 does not divide 6 key/value heads"):
-        check_tensor_parallel(six, 4)
-    odd = read_spec(config_of("Qwen3.5-35B-A3B", shared_expert_intermediate_size=516))
-    with pytest.raises(LayoutError, match="tp=8 does not divide the shared expert's FFN width 516"):
-        check_tensor_parallel(odd, 8)
-    with pytest.raises(ConfigError, match="linear_num_value_heads 33 must be a multiple"):
-        read_spec(config_of("Qwen3.5-9B", linear_num_value_heads=33))
-    with pytest.raises(ConfigError, match="attn_output_gate=false is not supported; set it to true"):
-        read_spec(config_of("Qwen3.5-9B", attn_output_gate=False))
-    with pytest.raises(ConfigError, match="layer_types must name"):
-        read_spec(config_of("Qwen3.5-9B", num_hidden_layers=31))
-    with pytest.raises(ConfigError, match=r"dense layers \[1\]"):
-        read_spec(config_of("Qwen3.5-35B-A3B", mlp_only_layers=[1]))
-    with pytest.raises(ConfigError, match=r"head_dim x partial_rotary_factor 0\.25/2 = 32"):
-        rope = {"mrope_section": [24, 20, 20], "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-        read_spec(config_of("Qwen3.5-9B", rope_parameters=rope))
+@pytest.mark.parametrize(
+    ("size", "text", "tp", "message"),
+    [
+        (
+            "9B",
+            {"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            4,
+            "tp=4 does not divide 2 key heads",
+        ),
+        ("9B", {"num_attention_heads": 24, "num_key_value_heads": 6}, 4, "does not divide 6 key/value heads"),
+        ("35B-A3B", {"shared_expert_intermediate_size": 516}, 8, "the shared expert's FFN width 516"),
+        ("9B", {"linear_num_value_heads": 33}, 1, "linear_num_value_heads 33 must be a multiple"),
+        ("9B", {"attn_output_gate": False}, 1, "attn_output_gate=false is not supported; set it to true"),
+        ("9B", {"num_hidden_layers": 31}, 1, "layer_types must name"),
+        ("35B-A3B", {"mlp_only_layers": [1]}, 1, r"dense layers \[1\]"),
+    ],
+)
+def test_impossible_configs_are_refused(size: str, text: dict[str, Any], tp: int, message: str) -> None:
+    with pytest.raises((ConfigError, LayoutError), match=message):
+        check_tensor_parallel(read_spec(config_of(f"Qwen3.5-{size}", **text)), tp)
 
 
 def test_fewer_layers_keep_their_kind() -> None:

@@ -14,6 +14,7 @@ import pytest
 from converters.convert import convert_weights, export_weights
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError
+from tests.disk import Disk
 
 from .helpers import assert_same_folder, released_folder
 
@@ -47,9 +48,7 @@ def test_killed_conversion_gives_the_same_bytes(tmp_path: Path, origin: Path, re
     }
 
 
-def test_source_that_changes_meanwhile_is_refused(
-    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_source_that_changes_meanwhile_is_refused(tmp_path, origin, monkeypatch) -> None:
     hf = tmp_path / "hf"
     region = HfCheckpoint.read_region
     shutil.copytree(origin, hf)
@@ -65,9 +64,7 @@ def test_source_that_changes_meanwhile_is_refused(
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_full_disk_leaves_what_was_there(
-    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, force: bool
-) -> None:
+def test_full_disk_leaves_what_was_there(tmp_path, origin, monkeypatch, force: bool) -> None:
     if force:
         convert_weights(origin, tmp_path / "out", LAYOUT)
         shutil.copytree(tmp_path / "out", tmp_path / "before")
@@ -113,9 +110,7 @@ def test_link_to_another_disk_stays_a_link(tmp_path: Path, origin: Path) -> None
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])
-def test_failed_rename_gives_the_earlier_folder_back(
-    tmp_path: Path, origin: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
-) -> None:
+def test_failed_rename_gives_the_earlier_folder_back(tmp_path, origin, monkeypatch, fails_at: int) -> None:
     out = tmp_path / "out"
     convert_weights(origin, out, LAYOUT)
     (out / "mine").mkdir()
@@ -137,21 +132,9 @@ def test_failed_rename_gives_the_earlier_folder_back(
 
 
 def test_export_is_on_the_disk_when_it_returns(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
-    """Each file's bytes are synced, under its final or former name, and so is the folder that
-    holds the names."""
     hf = tiny_checkpoint("qwen2_5_vl")
-    synced = set()
-    fsync = os.fsync
-
-    def recorded(handle: int) -> None:
-        synced.add(
-            os.readlink(f"/proc/self/fd/{handle}").removesuffix(".partial").replace("out.partial/new", "out")
-        )
-        fsync(handle)
-
     convert_weights(hf, tmp_path / "full")
-    monkeypatch.setattr(os, "fsync", recorded)
-    export_weights(tmp_path / "full", hf, tmp_path / "out")
-    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert len(files) > 4
-    assert {str(path) for path in (tmp_path / "out", *files)} <= synced
+    disk = Disk(monkeypatch)
+    (tmp_path / "there").mkdir()
+    export_weights(tmp_path / "full", hf, tmp_path / "there" / "out")
+    assert disk.lost(tmp_path / "there") == [] and len(list((tmp_path / "there" / "out").iterdir())) > 4

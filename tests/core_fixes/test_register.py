@@ -28,15 +28,12 @@ from megatron_vl.core_fixes.core_version import (
 )
 from megatron_vl.core_fixes.silenced_messages import IGNORED_WARNINGS, QUIET_LOGGERS
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
+from megatron_vl.platform import get_platform
 from megatron_vl.training.resolve import resolve_run
 from tests.core_fixes import scan
-from tests.core_fixes.programs import (
-    core_here,
-    counts_brought_to_the_host,
-    linear_with_fused_weight_gradients,
-    nodes_of_experts,
-)
-from tests.support.ranks import call
+from tests.core_fixes.programs import core_here, nodes_of_experts
+from tests.support.ranks import call, in_ranks
+from tests.support.tiny_trainer import join
 
 REGISTER = tomllib.loads((scan.ROOT / "megatron_vl/core_fixes/register.toml").read_text())
 FIXES: dict[str, dict[str, Any]] = {fix["code"]: fix for fix in REGISTER["fix"]}
@@ -221,13 +218,24 @@ def test_experts_take_our_swiglu() -> None:
     assert out["error"] < 1e-5
 
 
-@pytest.mark.ranks
 @pytest.mark.skipif(
     importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None, reason="APEX is installed"
 )
+@in_ranks()
 def test_fusion_of_weight_gradients_needs_apex_in_core() -> None:
     """Ours sets the linears of Transformer Engine alone, and no other module that has such a switch."""
-    assert "install APEX" in call(linear_with_fused_weight_gradients)
+    join()
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    mpu.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, gradient_accumulation_fusion=True)
+    with pytest.raises(RuntimeError, match="install APEX"):
+        ColumnParallelLinear(8, 8, config=config, init_method=config.init_method)
 
     class Linear(nn.Module):
         fuse_wgrad_accumulation = False
@@ -240,10 +248,29 @@ def test_fusion_of_weight_gradients_needs_apex_in_core() -> None:
     assert [module.fuse_wgrad_accumulation for module in model] == [False, True]
 
 
-@pytest.mark.ranks
+@in_ranks()
 def test_core_brings_counts_of_experts_to_the_host() -> None:
-    core, ours = call(counts_brought_to_the_host)
-    assert core and not ours
+    """Core's dispatcher does, and ours does not."""
+    get_platform("cpu")
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from megatron_vl.models.moe.dispatch import DeviceCountsDispatcher
+
+    moved: list[Any] = []
+    # Nothing moves where there is no device.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, *_, **__: moved.append(tensor) or tensor
+    counts = torch.tensor([3, 2])
+    for kind, does_move in (
+        (token_dispatcher.MoEAlltoAllTokenDispatcher, True),
+        (DeviceCountsDispatcher, False),
+    ):
+        moved.clear()
+        dispatcher = kind.__new__(kind)
+        fields = dict.fromkeys(("input_splits", "output_splits", "output_splits_tp", "num_out_tokens"))
+        fields |= {"drop_and_pad": False, "cuda_dtoh_point": "here", "cuda_sync_point": "later"}
+        vars(dispatcher).update(fields, cuda_dtoh_stream=torch.cuda.Stream(), num_local_experts=1)
+        assert dispatcher._maybe_dtoh_and_synchronize("here", counts) is counts
+        assert any(tensor is counts for tensor in moved) == does_move
 
 
 def test_cores_packed_rotary_waits_for_the_host() -> None:

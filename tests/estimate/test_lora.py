@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
 import pytest
-import torch
 
-from converters.convert import convert_weights
-from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
-from megatron_vl.estimate.activations import ActivationEstimator
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory import StageMemory, stage_memories
 from megatron_vl.estimate.parameters import count_parameters, replica_bytes, stage_parameters
-from megatron_vl.estimate.split import run_layout, with_split
+from megatron_vl.estimate.split import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.spec.lora import freeze_parts_without_lora
 from tests.examples import ROOT, read_example
+from tests.support.dry_build import dry_build
 from tests.support.planned import predict_run
-from tests.support.ranks import call
-
-from .lora_programs import built_parameters, kept_by_tower
+from tests.support.ranks import in_ranks
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 PAGE = ROOT / "docs" / "lora.md"
@@ -55,25 +51,17 @@ def memory_of(name: str, options: str) -> StageMemory:
     return stage_memories(config_of(options), spec, make_layout(spec), 1)[0]
 
 
-def estimator_of(
-    spec: ModelSpec, targets: list[str], patches: int = 0, *, rank: int = 16, dtype: str = "bfloat16"
-) -> ActivationEstimator:
-    config = TrainConfig(lora=LoraConfig(rank=rank, targets=targets), dtype=dtype)
-    return ActivationEstimator(freeze_parts_without_lora(config, spec), spec, make_layout(spec), patches)
-
-
-@pytest.mark.ranks
-def test_parameters_are_those_of_the_modules(tiny_checkpoint) -> None:
+@pytest.mark.parametrize(("family", "world_size", "options"), RUNS, ids=range(len(RUNS)))
+@in_ranks()
+def test_parameters_are_those_of_the_modules(family: str, world_size: int, options: str, hf: Path) -> None:
     """In every layout, of each stage: all parameters and the trained ones."""
-    hf = {family: str(tiny_checkpoint(family)) for family, _, _ in RUNS}
-    runs = [[family, ranks, f"{BASE} {options}"] for family, ranks, options in RUNS]
-    built = call(built_parameters, hf=hf, runs=runs)
-    for (family, ranks, options), stages in zip(RUNS, built, strict=True):
-        config, spec = config_of(f"{BASE} {options}"), read_spec(hf[family])
-        layout = run_layout(config, spec, ranks)
-        planned = stage_parameters(config, spec, layout, ranks // layout.replica_ranks)
-        counts = [[stage.parameter_count, stage.trained_count] for stage in planned]
-        assert counts == stages, options
+    config, spec = config_of(f"{BASE} {options}"), read_spec(hf)
+    layout = run_layout(config, spec, world_size)
+    planned = stage_parameters(config, spec, layout, world_size // layout.replica_ranks)
+    for stage, tensors in zip(planned, dry_build(config, spec, world_size), strict=True):
+        sizes = [(math.prod(tensor.tensor_shape), tensor.is_trained) for tensor in tensors]
+        counts = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        assert (stage.parameter_count, stage.trained_count) == counts
 
 
 def test_only_adapters_have_gradients_and_optimizer_state() -> None:
@@ -113,59 +101,6 @@ def test_tower_without_adapters_keeps_nothing() -> None:
     assert language.activations - attention.activations > 28 * 4096 * 18944 * 2
     recomputed = "--recompute.language selective --recompute.language_modules [activation]"
     assert memory_of(B7, f"{attention_alone} {recomputed}") == attention
-
-
-@pytest.mark.ranks
-def test_autograd_keeps_what_is_estimated_of_a_frozen_tower(tiny_checkpoint, tmp_path: Path) -> None:
-    """Nothing, and of a merger with adapters what they read and its output, which is then inserted."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    convert_weights(hf, tmp_path / "weights")
-    targets, spec = [["language"], ["merger"]], read_spec(hf)
-    kept = call(kept_by_tower, hf=str(hf), weights=str(tmp_path / "weights"), targets=targets)
-    kept[1] += 4 * spec.vision.out_hidden_size / spec.vision.merge_unit
-    for names, kept_bytes in zip(targets, kept, strict=True):
-        estimator = estimator_of(spec, names, 1, rank=4, dtype="float32")
-        assert estimator.vision_tower_bytes().kept_bytes == pytest.approx(kept_bytes)
-
-
-def test_dropout_keeps_a_copy_of_each_input() -> None:
-    """The four matrices of a layer of 7B read 3584 + 3584 + 3584 + 18944 numbers, each with a byte of a mask.
-    The activation itself is then not kept; what the others read is kept anyway."""
-    plain, dropped = (memory_of(B7, f"--lora.rank 16 --lora.dropout {share}") for share in (0, 0.1))
-    widths = 3 * 3584 + 18944
-    expected = 28 * 4096 * (2 * widths + widths - 2 * 18944)
-    assert dropped.activations - plain.activations == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", [B9, A35])
-def test_gates_and_linear_attention_keep_less_without_adapters(name: str) -> None:
-    targets = ["out_proj", "o_proj"], ["in_proj_z", "k_proj"]
-    estimators = [estimator_of(spec_of(name), names) for names in targets]
-    with_output, without = (sorted(each._elements_by_layer_kind.values()) for each in estimators)
-    # Both kinds of layers: the output of the norm or of the gate, 4096 numbers of a token.
-    assert [more - less for more, less in zip(with_output, without, strict=True)] == [4096.0, 4096.0]
-
-
-def test_experts_with_adapters_keep_no_copies_of_a_token() -> None:
-    """Of a token and its 8 experts, their activation of 512 where an adapter reads it, and the 16 columns."""
-    both, down, shared = (
-        min(estimator_of(spec_of(A35), ["q_proj", "in_proj_z", name])._elements_by_layer_kind.values())
-        for name in ("experts", "mlp.experts.down_proj", "mlp.shared_expert.down_proj")
-    )
-    assert both - down == 8 * 16
-    assert down - shared == 8 * (512 + 16) - (512 + 16)
-
-
-def test_adapters_of_some_layers_count_in_their_stages() -> None:
-    spec = spec_of(B7)
-    config = config_of(
-        '--lora.rank 16 --lora.targets [".*layers.[0-9].mlp.*"] --parallel.pp 2 --global_batch_size 8'
-    )
-    layout = make_layout(spec, 1, 2, 1, [14, 14])
-    first, second = stage_memories(config, spec, layout, 1)
-    assert first.gradients > 0 and second.gradients == second.optimizer == 0
-    times = predict_run(with_split(config, layout), spec, 2).stage_seconds
-    assert times[0] > times[1]
 
 
 TABLE_LINE = re.compile(

@@ -17,7 +17,6 @@ from megatron_vl.estimate.rows import MARK_TOKENS, assumed_rows
 from megatron_vl.estimate.split import balance_layers, run_layout
 from megatron_vl.estimate.step import RunPrediction
 from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import make_layout
 from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
@@ -124,17 +123,6 @@ def test_the_split_is_the_same_on_every_platform_and_number_of_gpus() -> None:
     (layout,) = layouts
     # The first stage also runs the tower. [8,20] was measured to be the fastest (benchmarks/log/speed.md).
     assert layout.layers_per_chunk in ((8, 20), (9, 19), (10, 18))
-
-
-def test_a_saved_split_stays_while_the_stages_do() -> None:
-    spec = spec_of(B7)
-    run_of_two = config("--global_batch_size 8 --parallel.pp 2")
-    saved = make_layout(spec, pp=2, layers=[3, 25])
-    assert run_layout(run_of_two, spec, 2, saved_layout=saved).layers_per_chunk == (3, 25)
-    other = config("--global_batch_size 8 --parallel.pp 4")
-    assert len(run_layout(other, spec, 4, saved_layout=saved).layers_per_chunk) == 4
-    given = config("--global_batch_size 8 --parallel.pp 2 --parallel.layers [10,18]")
-    assert run_layout(given, spec, 2, saved_layout=saved).layers_per_chunk == (10, 18)
 
 
 # --- The refusal --------------------------------------------------------------------------------------------

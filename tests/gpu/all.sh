@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What has to be seen on GPUs, in one go: bash tests/gpu/all.sh OUT RANKS
-# Parity in bf16, the commands around a training, and the speed of the 7B shape. Needs Transformer Engine; prints a summary.
+# Parity in bf16, trainings with optimizer state in host memory, and the speed of the 7B shape. Needs Transformer Engine; prints a summary.
 set -uo pipefail
 out=$1 ranks=$2
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=4

@@ -78,24 +78,6 @@ def rule_errors(lengths: list[int], *shape, device: str = "cpu", **kind) -> dict
     return {name: relative(a, b) for name, a, b in zip(NAMES, ours, exact, strict=True)}
 
 
-def changed_bits(lengths: list[int], which: int, device: str = "cpu") -> dict[str, float]:
-    """Other sequences' results that differ in a bit after one has changed, and those of that one that do
-    not."""
-    inputs = rule_inputs(lengths, (1, 2), (32, 32), "slow", device=device)
-    segments = numbers(lengths, device)
-    own = segments == which
-    before = run(gated_delta_rule, inputs, segments)
-    other = [
-        torch.where(own.view(-1, *[1] * (t.ndim - 1)), 0.7 * t, t).detach().requires_grad_() for t in inputs
-    ]
-    after = run(gated_delta_rule, other, segments)
-    pairs = list(zip(before, after, strict=True))
-    return {
-        "others changed": float(sum((a[~own] != b[~own]).sum() for a, b in pairs)),
-        "itself not changed": float(sum(torch.equal(a[own], b[own]) for a, b in pairs)),
-    }
-
-
 def around_errors(
     lengths: list[int], channels: int, heads: int, width: int, device: str = "cpu"
 ) -> dict[str, float]:
@@ -141,7 +123,6 @@ def quick() -> dict[str, dict[str, float]]:
         ),
         "less than a chunk, three value heads a key": rule_errors([5, 2], (1, 3), (16, 32), "mixed"),
         "keys alike": rule_errors([130], (1, 1), (32, 32), "slow", alike=True),
-        "bits": changed_bits([20, 41, 20], 1),
         "around": around_errors([1, 2, 1, 33, 3], 96, 2, 32),
         "around, one token": around_errors([1], 8, 1, 16),
     }
@@ -160,7 +141,6 @@ def full() -> dict[str, dict[str, float]]:
     errors["heads of 128"] = rule_errors([1, 63, 3, 83, 50], (1, 2), (128, 128), "mixed")
     errors["whole chunks"] = rule_errors([64, 128], (1, 1), (16, 16), "mixed")
     errors["one token"] = rule_errors([1], (1, 2), (16, 16), "mixed")
-    errors["bits"] = changed_bits([1, 63, 3, 83, 50], 2)
     errors["around"] = around_errors([1, 63, 3, 83, 50], 300, 3, 128)
     return errors
 
@@ -178,7 +158,6 @@ def gpu() -> dict[str, dict[str, float]]:
         )
     }
     errors["smaller heads"] = rule_errors(lengths, (2, 4), (64, 64), "mixed", device="cuda")
-    errors["bits"] = changed_bits([100, 41, 300], 1, "cuda")
     errors["around"] = around_errors(lengths, 8192, 32, 128, "cuda")
     return errors
 

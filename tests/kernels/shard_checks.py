@@ -121,26 +121,3 @@ def errors_of_ranks(kind: str, rows: list[str]) -> dict[str, dict[str, float]]:
             pairs = zip(NAMES, apart, exact, strict=True)
             errors["without exchange"] = {n: relative(a, b) for n, a, b in pairs}
     return errors
-
-
-def changed_bits(kind: str) -> dict[str, int]:
-    """Other sequences' results that differ in a bit after one has changed, and its own that do not.
-
-    The sequence that changes lies on several ranks, and so do its neighbours.
-    """
-    group = start()
-    bounds = bounds_of(ROWS["shards of every kind"])
-    inputs = row_inputs(bounds[-1], getattr(torch, kind))
-    inside = slice(bounds[2], bounds[3])
-    others = [tensor.clone() for tensor in inputs]
-    for tensor in others[:3]:
-        tensor[inside] *= 0.7
-
-    dout = inputs[0].new_ones(bounds[-1], VALUE_HEADS, VALUE_DIM)
-    pairs = list(zip(*(sharded(t, bounds, dout, group)[:-1] for t in (inputs, others)), strict=True))
-    outside = torch.ones(bounds[-1], dtype=torch.bool)
-    outside[inside] = False
-    return {
-        "others changed": sum(int((a[outside] != b[outside]).sum()) for a, b in pairs),
-        "itself not changed": sum(torch.equal(a[inside], b[inside]) for a, b in pairs),
-    }

@@ -12,7 +12,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from megatron_vl.kernels.linear_attention.gated_delta_rule import (
-    causal_conv,
     gated_delta_rule,
     make_segment_ids,
 )
@@ -64,12 +63,6 @@ def next_token(q, k, v, g, beta, state):
     return torch.einsum("hkv,hk->hv", state, q), state
 
 
-def test_numbers_of_sequences() -> None:
-    assert torch.equal(numbers().long(), torch.arange(8).repeat_interleave(torch.tensor(LENGTHS)))
-    empty = make_segment_ids(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3)
-    assert empty.tolist() == [0, 0, 2]
-
-
 @pytest.mark.parametrize("decays", RATES)
 def test_values_and_gradients_are_those_of_transformers(decays: str) -> None:
     given = inputs(torch.float32, decays)
@@ -110,20 +103,3 @@ def test_a_sequence_changes_no_bit_of_the_others() -> None:
     for before, after in zip(*results, strict=True):
         assert torch.equal(before[:start], after[:start]) and torch.equal(before[end:], after[end:])
         assert not torch.equal(before[start:end], after[start:end])
-
-
-def test_convolution_is_that_of_each_sequence_alone() -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(sum(LENGTHS), 5, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    ours = causal_conv(x, weight, numbers())
-
-    def alone(sequence: Tensor) -> Tensor:
-        convolved = F.conv1d(sequence[None].mT, weight[:, None], padding=3, groups=5)
-        return F.silu(convolved[0, :, : len(sequence)].T)
-
-    theirs = torch.cat([alone(x[start:end]) for start, end in bounds()])
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
-    grads = (torch.autograd.grad(out.sin().sum(), (x, weight)) for out in (ours, theirs))
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

@@ -5,61 +5,43 @@ from __future__ import annotations
 import pytest
 
 from megatron_vl.kernels.linear_attention.shard_exchange import shard_route
-from tests.kernels.shard_checks import NAMES, ROWS, changed_bits, errors_of_ranks
+from tests.kernels.shard_checks import NAMES, ROWS, errors_of_ranks
 from tests.support.ranks import call
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def route(cu_seqlens: list[int], cp_size: int, rank: int) -> tuple[int, int, int, int, int, int]:
-    """Tokens and ranks before, tokens and ranks after, end of the first sequence, start of the last."""
-    r = shard_route(cu_seqlens, cp_size, rank)
-    return (r.tokens_before, r.ranks_before, r.tokens_after, r.ranks_after, r.first_end, r.last_start)
+EDGES = [
+    # One sequence over all ranks; the middle one has neither its start nor its end.
+    ([0, 12], [(0, 0, 8, 2, 4, 0), (4, 1, 4, 1, 4, 0), (8, 2, 0, 0, 4, 0)], [1]),
+    # A bound on an edge cuts no sequence.
+    ([0, 1, 4, 8], [(0, 0, 0, 0, 1, 1), (0, 0, 0, 0, 4, 0)], []),
+    # One token on a side of an edge. The middle rank has two sequences, one each way.
+    ([0, 5, 7, 9, 12], [(0, 0, 1, 1, 4, 0), (4, 1, 1, 1, 1, 3), (1, 1, 0, 0, 1, 1)], []),
+    # A sequence that ends on an edge does not go on.
+    ([0, 2, 8, 12], [(0, 0, 4, 1, 2, 2), (2, 1, 0, 0, 4, 0), (0, 0, 0, 0, 4, 0)], []),
+    # Shards of one token, and empty sequences.
+    ([0, 3, 4], [(0, 0, 2, 2, 1, 0), (1, 1, 1, 1, 1, 0), (2, 2, 0, 0, 1, 0), (0, 0, 0, 0, 1, 0)], [1]),
+    ([0, 2, 2, 2, 6], [(0, 0, 3, 1, 2, 2), (1, 1, 0, 0, 3, 0)], []),
+    ([0, 3, 3, 6], [(0, 0, 0, 0, 3, 0)] * 2, []),
+]
+"""Bounds of sequences; for each rank tokens and ranks before, tokens and ranks after, end of the first
+sequence and start of the last; the ranks that are between."""
 
 
-def test_one_sequence_over_all_ranks() -> None:
-    cu_seqlens = [0, 12]
-    assert route(cu_seqlens, 3, 0) == (0, 0, 8, 2, 4, 0)
-    assert route(cu_seqlens, 3, 1) == (4, 1, 4, 1, 4, 0)
-    assert route(cu_seqlens, 3, 2) == (8, 2, 0, 0, 4, 0)
-    between = [shard_route(cu_seqlens, 3, rank).is_between for rank in range(3)]
-    assert between == [False, True, False]
-    assert shard_route(cu_seqlens, 3, 0).any_between and shard_route(cu_seqlens, 3, 0).any_cut
+@pytest.mark.parametrize(("cu_seqlens", "expected", "between"), EDGES, ids=[str(each[0]) for each in EDGES])
+def test_route_worked_out_by_hand(cu_seqlens: list, expected: list, between: list) -> None:
+    ranks = range(len(expected))
+    routes = [shard_route(cu_seqlens, len(expected), rank) for rank in ranks]
+    for r, numbers in zip(routes, expected, strict=True):
+        around = r.tokens_before, r.ranks_before, r.tokens_after, r.ranks_after
+        assert (*around, r.first_end, r.last_start) == numbers
+    assert routes[0].any_cut == any(numbers[0] for numbers in expected)
+    assert [rank for rank in ranks if routes[rank].is_between] == between
+    assert routes[0].any_between == bool(between)
 
 
-def test_a_bound_on_an_edge_cuts_no_sequence() -> None:
-    assert route([0, 1, 4, 8], 2, 0) == (0, 0, 0, 0, 1, 1)
-    assert route([0, 1, 4, 8], 2, 1) == (0, 0, 0, 0, 4, 0)
-    assert not shard_route([0, 1, 4, 8], 2, 0).any_cut
-    # The middle shard is one whole sequence; the cut is elsewhere.
-    assert route([0, 4, 8, 9, 14, 16], 4, 1) == (0, 0, 0, 0, 4, 0)
-    assert shard_route([0, 4, 8, 9, 14, 16], 4, 1).any_cut
-    assert not shard_route([0, 4, 8, 9, 14, 16], 4, 1).any_between
-
-
-def test_one_token_on_a_side_of_an_edge() -> None:
-    assert route([0, 5, 7, 9, 12], 3, 0) == (0, 0, 1, 1, 4, 0)
-    assert route([0, 5, 7, 9, 12], 3, 1) == (4, 1, 1, 1, 1, 3)
-    assert route([0, 5, 7, 9, 12], 3, 2) == (1, 1, 0, 0, 1, 1)
-    assert not shard_route([0, 5, 7, 9, 12], 3, 1).is_between  # two sequences, one each way
-
-
-def test_a_sequence_that_ends_on_an_edge_does_not_go_on() -> None:
-    assert route([0, 2, 8, 12], 3, 0) == (0, 0, 4, 1, 2, 2)
-    assert route([0, 2, 8, 12], 3, 1) == (2, 1, 0, 0, 4, 0)
-    assert route([0, 2, 8, 12], 3, 2) == (0, 0, 0, 0, 4, 0)
-    assert not shard_route([0, 2, 8, 12], 3, 1).any_between
-
-
-def test_short_shards_and_empty_sequences() -> None:
-    assert route([0, 3, 4], 4, 2) == (2, 2, 0, 0, 1, 0)
-    assert route([0, 3, 4], 4, 3) == (0, 0, 0, 0, 1, 0)
-    assert route([0, 2, 2, 2, 6], 2, 0) == (0, 0, 3, 1, 2, 2)
-    assert route([0, 3, 3, 6], 2, 1) == (0, 0, 0, 0, 3, 0)
-    assert not shard_route([0, 3, 3, 6], 2, 1).any_cut
-
-
-def test_a_row_without_equal_shards_is_refused() -> None:
+def test_row_without_equal_shards_is_refused() -> None:
     with pytest.raises(ValueError, match="a row of 10 tokens has no 4 equal shards"):
         shard_route([0, 10], 4, 0)
 
@@ -94,12 +76,3 @@ def test_kernels_for_all_rows(ranks: int) -> None:
         errors_of_ranks, ranks, environment=INTERPRETED, timeout_s=1200, kind="float32", rows=list(ROWS)
     )
     check(errors, 3e-6, 3e-6)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "environment", [{}, pytest.param(INTERPRETED, marks=pytest.mark.full)], ids=["torch", "kernels"]
-)
-def test_a_sequence_changes_no_bit_of_the_others(environment: dict[str, str]) -> None:
-    bits = call(changed_bits, 4, environment=environment, kind="float32")
-    assert bits == {"others changed": 0, "itself not changed": 0}

@@ -24,51 +24,42 @@ def test_a_step_with_the_kernels_is_the_step_without(tiny_checkpoint) -> None:
     assert kernels[:2] == pytest.approx(plain[:2], rel=1e-5)
 
 
-def test_triton_is_for_towers_in_bfloat16() -> None:
-    def chosen(head_dim: int = 72, causal: bool = False, attention: str = "auto", **more) -> str:
-        return choose_backend(attention, platform="cuda", head_dim=head_dim, causal=causal, **more)
+CHOICES: list[tuple[str, dict]] = [
+    # The tower takes our kernels for heads of at most 128 that 8 divides, in bfloat16.
+    *(("triton", {"head_dim": head_dim}) for head_dim in (64, 72, 80)),
+    ("sdpa", {"head_dim": 76}),
+    *(
+        ("torch_varlen", fields)
+        for fields in ({"head_dim": 256}, {"dtype": torch.float16}, {"dtype": torch.float32})
+    ),
+    ("triton", {"has_flash": True}),
+    # The language model takes FlashAttention-4 where it is installed and right, and cuDNN never for heads of
+    # 256 or gathered keys: its gradients of packed rows are wrong for them (tests.gpu.attention).
+    ("te", {"head_dim": 128, "causal": True}),
+    ("torch_varlen", {"head_dim": 256, "causal": True}),
+    ("torch_varlen", {"head_dim": 128, "causal": True, "gathers_keys": True}),
+    *(("flash_attn", {"head_dim": d, "causal": True, "has_flash": True}) for d in (64, 128, 256)),
+    ("torch_varlen", {"head_dim": 80, "causal": True, "has_flash": True}),
+    ("te", {"head_dim": 128, "causal": True, "has_flash": True, "dtype": torch.float16}),
+    ("te", {"head_dim": 128, "causal": True, "has_flash": True, "tries_flash_attention": False}),
+    ("torch_varlen", {"head_dim": 256, "causal": True, "has_flash": True, "tries_flash_attention": False}),
+    ("sdpa", {"attention": "reference"}),
+    ("sdpa", {"attention": "reference", "head_dim": 128, "causal": True, "has_flash": True}),
+    ("sdpa", {"platform": "cpu", "head_dim": 128, "causal": True, "has_flash": True}),
+]
 
-    assert [chosen(), chosen(80), chosen(64), chosen(76), chosen(256)] == [
-        *["triton"] * 3,
-        "sdpa",
-        "torch_varlen",
-    ]
-    assert chosen(dtype=torch.float16) == chosen(dtype=torch.float32) == "torch_varlen"
-    assert chosen(128, causal=True) == "te"
-    assert chosen(attention="reference") == chosen(128, causal=True, attention="reference") == "sdpa"
 
-
-def test_wide_heads_do_not_take_cudnn() -> None:
-    """Its gradients of packed rows are wrong for heads of 256, which Qwen3.5 has (tests.gpu.attention)."""
-    assert choose_backend("auto", platform="cuda", head_dim=256, causal=True) == "torch_varlen"
-
-
-def test_flash_attention_computes_language_models_where_it_is_installed(monkeypatch) -> None:
-    """Its own results are compared on a GPU (tests.gpu.attention)."""
-
-    def chosen(name: str, head_dim: int = 128, causal: bool = True, **more) -> str:
-        return choose_backend(name, platform="cuda", head_dim=head_dim, causal=causal, **more)
-
-    assert chosen("auto") == "te"
-    monkeypatch.setattr("megatron_vl.models.attention.has_flash_attention", lambda: True)
-    assert [chosen("auto", head_dim) for head_dim in (64, 80, 128, 256)] == [
-        "flash_attn",
-        "torch_varlen",
-        "flash_attn",
-        "flash_attn",
-    ]
-    assert chosen("auto", dtype=torch.float16) == chosen("auto", tries_flash_attention=False) == "te"
-    assert chosen("auto", 256, tries_flash_attention=False) == "torch_varlen"
-    assert chosen("reference") == "sdpa"
-    assert chosen("auto", 72, causal=False) == "triton"
-    assert choose_backend("auto", platform="cpu", head_dim=128, causal=True) == "sdpa"
+@pytest.mark.parametrize(("backend", "fields"), CHOICES, ids=range(len(CHOICES)))
+def test_backend_follows_heads_types_and_what_is_installed(monkeypatch, backend: str, fields: dict) -> None:
+    fields = {"attention": "auto", "platform": "cuda", "head_dim": 72, "causal": False} | fields
+    has_flash = fields.pop("has_flash", False)
+    monkeypatch.setattr("megatron_vl.models.attention.has_flash_attention", lambda: has_flash)
+    assert choose_backend(fields.pop("attention"), **fields) == backend
 
 
 @pytest.mark.parametrize("error", [1.3, float("nan")])
 @pytest.mark.parametrize("wrong_with_gathered_keys", [False, True])
-def test_wrong_gradients_of_flash_attention_are_noticed(
-    monkeypatch, error: float, wrong_with_gathered_keys: bool
-) -> None:
+def test_wrong_gradients_of_flash_attention_are_noticed(monkeypatch, error, wrong_with_gathered_keys) -> None:
     def gradient_error(group: int, head_dim: int, gathers_keys: bool) -> float:
         return error if gathers_keys == wrong_with_gathered_keys else 0.004
 

@@ -1,16 +1,19 @@
-"""What a model with linear attention refuses, and its layer in a row that ranks share."""
+"""What a model with linear attention refuses, and where its random weights are drawn."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_vl.config import Fp8Config, RunConfigError
 from megatron_vl.models.transformer_configs import check_linear_attention
+from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
-from tests.models.programs import devices_of_random_weights
-from tests.support.ranks import call
+from megatron_vl.spec.families.base import LinearAttentionSpec
+from tests.support.ranks import in_ranks
 
 SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.json")
 
@@ -21,7 +24,24 @@ def test_what_was_never_tried_is_refused_by_name() -> None:
         check_linear_attention(SPEC, Fp8Config(recipe="tensorwise"))
 
 
-@pytest.mark.ranks
+@in_ranks()
 def test_random_weights_are_drawn_where_the_generators_of_the_ranks_are() -> None:
     """On the CPU, they would be the same on all ranks, and core would warn for each layer."""
-    assert call(devices_of_random_weights) == {"conv1d.weight": "meta", "A_log": "meta"}
+    get_platform("cpu")
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_vl.models.gated_delta_net import GatedDeltaNet
+
+    get_cuda_rng_tracker().add("model-parallel-rng", 1)
+    torch.cuda.current_device = lambda: torch.device("meta")  # the GPU is the meta device
+    one_rank = SimpleNamespace(size=lambda: 1)
+    made = GatedDeltaNet(
+        TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2),
+        layer_number=1,
+        spec=LinearAttentionSpec(1, 2, 16, 16, 4, (0,)),
+        column=torch.nn.Identity,
+        row=torch.nn.Identity,
+        pg_collection=SimpleNamespace(tp=one_rank, cp=one_rank),
+    )
+    assert {made.get_parameter(name).device.type for name in ("conv1d.weight", "A_log")} == {"meta"}

@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
 from megatron_vl.models.batch import WholeRow
-from megatron_vl.training.step import reduce_losses, run_schedule
-from megatron_vl.training.trainer import Trainer
+from megatron_vl.training.step import run_schedule
 from tests.models.mtp_reference import Reference, write_reference
 from tests.support.ranks import call, in_ranks
-from tests.support.tiny_trainer import trainer_of
+from tests.support.tiny_trainer import run_passes, trainer_of
 from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import draw_samples, pack_step
-from toolkit.parity.worker import complete_gradients, gradient_errors
+from toolkit.parity.worker import gradient_errors
 
 KINDS = [["image", "short_text"], ["mixed", "word"], ["text", "text"], ["without_loss", "video"]]
 """Samples of each row."""
@@ -45,22 +43,10 @@ def reference_of(family: str, trains: str) -> tuple[str, list[float]]:
     return out, numbers
 
 
-def run_passes(trainer: Trainer) -> list[float]:
-    """Runs forward and backward passes; the numbers of :func:`write_reference`. Collective."""
-    batch = pack_step(trainer, draw_samples(KINDS, trainer.spec, 0))
-    for chunk in trainer.model_chunks:
-        chunk.zero_grad_buffer()
-    reports = run_schedule(trainer.model_chunks, batch.rows, seq_len=SEQ_LEN)
-    device, has_mtp = trainer.platform.device, bool(trainer.config.mtp.loss)
-    loss, tokens, _, _, mtp = reduce_losses(reports, trainer.grid, device, has_mtp=has_mtp)
-    complete_gradients(trainer, tokens)
-    return [loss / tokens, *([mtp.loss_sum / mtp.tokens, mtp.tokens, mtp.first] if mtp else [])]
-
-
 def check_layout(hf: str, reference: str, numbers: list[float], fields: dict[str, Any]) -> None:
     """Compares the step of a layout with the reference. A body of ranks."""
     trainer = trainer_of(hf, SEQ_LEN, optimizer=False, **fields)
-    found = run_passes(trainer)
+    found = run_passes(trainer, KINDS)
     assert found[:2] == pytest.approx(numbers[:2], rel=1e-5)
     assert found[2:] == numbers[2:]
     errors = gradient_errors(trainer, Path(reference))
@@ -157,31 +143,6 @@ def outputs_of_samples(hf: str, family: str) -> list[float]:
 def test_outputs_equal_the_reference_token_by_token(family: str) -> None:
     errors = call(outputs_of_samples, hf=str(folder_of(family)), family=family)
     assert 0 < min(errors) and max(errors) < 1e-5, errors
-
-
-def gradients_and_state(trainer: Trainer) -> dict[str, Tensor]:
-    run_passes(trainer)
-    return {tensor.tensor_name: tensor.parameter.main_grad.clone() for tensor in trainer.live_tensors}
-
-
-@pytest.mark.parametrize("fields", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}])
-@in_ranks(lambda variables: 2 if variables["fields"] else 1)
-def test_head_leaves_every_gradient_of_the_model_as_it_is(fields: dict[str, Any]) -> None:
-    """To the bit: the trunk, the embedding, the output layer and the tower."""
-    hf = folder_of(DENSE)
-    alone = gradients_and_state(trainer_of(hf, SEQ_LEN, optimizer=False, **fields))
-    beside = gradients_and_state(
-        trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": 2.0, "trains": "head"}, **fields)
-    )
-    assert [name for name, gradient in alone.items() if not torch.equal(gradient, beside[name])] == []
-    of_layer = {name for name in beside if name.startswith("mtp.")}
-    assert beside.keys() - alone.keys() == of_layer and len(alone) > 9
-    assert all(beside[name].any() for name in of_layer)
-    if not fields.get("pp"):
-        joint = trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": 2.0, "trains": "all"}, **fields)
-        changed = gradients_and_state(joint)
-        same = {name for name in alone if torch.equal(alone[name], changed[name])}
-        assert same == set()
 
 
 @in_ranks()

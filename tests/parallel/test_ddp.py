@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from tests.parallel.programs import order_of_gathers
-from tests.support.ranks import call
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-pytestmark = pytest.mark.ranks
+from megatron_vl.parallel.ddp import ReplicaDDP
+from tests.support.ranks import in_ranks
+from tests.support.tiny_trainer import join
 
 
+class Several(torch.nn.Module):
+    """Six small weights, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(6):
+            weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=number != 3)
+            self.register_parameter(f"weight{number}", weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(x @ weight for weight in self.parameters())
+
+
+@in_ranks()
 def test_modules_wait_for_their_parameters_as_in_core() -> None:
     """The same gathers start in the same order, and as many are under way when each module runs."""
-    out = call(order_of_gathers)
-    assert out["ReplicaDDP"] == out["DistributedDataParallel"]
-    starts = [event for event in out["ReplicaDDP"] if event[0] == "start"]
-    groups = out["ReplicaDDP"][-1][1]
-    assert groups > 3
-    assert len(starts) == 2 * groups
+    from megatron.core import parallel_state as mpu
+
+    join()
+    mpu.initialize_model_parallel()
+    core = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, calculate_per_token_loss=True
+    )
+    config = DistributedDataParallelConfig(
+        overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True, bucket_size=40
+    )
+    events = []
+    for kind in (DistributedDataParallel, ReplicaDDP):
+        ddp = kind(core, config, torch.nn.Sequential(*(Several() for _ in range(3))))
+        events.append(gathers_of(ddp))
+    assert events[0] == events[1] and len(ddp.bucket_groups) > 3
+    assert sum(event[0] == "start" for event in events[1]) == 2 * len(ddp.bucket_groups)
+
+
+def gathers_of(ddp: Any) -> list[tuple[str, int]]:
+    """The order in which gathers start, and how many are pending as each module runs."""
+    events: list[tuple[str, int]] = []
+    for number, group in enumerate(ddp.bucket_groups):
+
+        def start(*args: Any, number=number, original=group.start_param_sync, **kwargs: Any) -> Any:
+            events.append(("start", number))
+            return original(*args, **kwargs)
+
+        group.start_param_sync = start
+    for module in ddp.module:
+        pending = lambda *_: sum(group.param_gather_handle is not None for group in ddp.bucket_groups)  # noqa: E731
+        module.register_forward_pre_hook(lambda *_, pending=pending: events.append(("run", pending())))
+
+    for _ in range(2):
+        for group in ddp.bucket_groups:
+            group.param_gather_dispatched = False
+        for _ in range(2):
+            ddp(torch.ones(2, 4))
+    return events

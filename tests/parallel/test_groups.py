@@ -2,48 +2,114 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
-from tests.parallel.programs import gloo_options, gloo_threads_at_the_end, groups_of_layouts, join, late_rank
-from tests.support.ranks import call
+from megatron_vl.parallel.process_grid import end_distributed, init_distributed, make_grid
+from megatron_vl.platform import get_platform
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import make_layout
+from tests.support.ranks import call, in_ranks
 
-pytestmark = pytest.mark.ranks
+SPEC = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
 
 
-def test_layouts_share_groups(tiny_checkpoint) -> None:
+def join() -> None:
+    init_distributed(get_platform("cpu"))
+
+
+@in_ranks(2)
+def test_layouts_share_groups() -> None:
     """After the first round no group and no thread is added; another default group starts from nothing."""
-    out = call(groups_of_layouts, 2, hf=str(tiny_checkpoint("qwen2_5_vl")))
-    assert out["right"]
-    first = out["rounds"][:3]
-    second = out["rounds"][3:]
-    assert first[0] == first[1] == first[2]
-    assert [groups for groups, _ in second] == [first[0][0]] * 3
+    rounds = []
+    for world in range(2):
+        join()
+        for _ in range(3):
+            for tp, pp in ((2, 1), (1, 2), (1, 1), (1, 1)):
+                check_sums(SPEC, tp, pp)
+            dist.barrier()
+            rounds.append((len(dist.distributed_c10d._world.pg_map), psutil.Process().num_threads()))
+        if world == 0:
+            end_distributed()
+            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert {groups for groups, _ in rounds} == {rounds[0][0]}
+    end_distributed()
 
 
-def test_ranks_begin_a_layout_together(tiny_checkpoint, tmp_path: Path) -> None:
-    """No rank uses a kept group while another rank may still be in the previous layout."""
-    assert all(call(late_rank, 2, hf=str(tiny_checkpoint("qwen2_5_vl")), folder=str(tmp_path)))
+def check_sums(spec: ModelSpec, tp: int, pp: int) -> None:
+    """Asserts that a sum of ones over each group equals the size that the group should have."""
+    grid = make_grid(make_layout(spec, tp, pp, 1, None))
+    assert mpu.get_pipeline_model_parallel_world_size() == pp
+    for group, size in (
+        (mpu.get_tensor_model_parallel_group(), tp),
+        (mpu.get_data_parallel_group(), 2 // tp // pp),
+        (grid.replica_group, tp * pp),
+    ):
+        one = torch.ones(1)
+        dist.all_reduce(one, group=group)
+        assert group.size() == size == one.item(), (tp, pp)
 
 
-@pytest.mark.parametrize("interfaces", ["", "lo"])
-def test_gloo_groups_have_one_worker(tiny_checkpoint, interfaces: str) -> None:
-    """With two workers, torch's default, operations that end together corrupt
-    the heap (core_fixes/gloo_threads.py)."""
-    hf = str(tiny_checkpoint("qwen2_5_vl"))
-    out = call(gloo_options, 2, environment={"GLOO_SOCKET_IFNAME": interfaces}, hf=hf)
-    assert out == {"threads": [1] * 4, "devices": [1] * 4, "timeouts": [1800.0] * 4, "sum": 2.0}
+@in_ranks(2)
+def test_ranks_begin_a_layout_together(tmp_path: Path) -> None:
+    """No rank uses a kept group while another rank, here a late one, may still be in the previous layout."""
+    join()
+    for number in range(3):
+        if dist.get_rank() == 1:
+            time.sleep(1)
+            (tmp_path / str(number)).touch()
+        make_grid(make_layout(SPEC, 2, 1, 1, None))
+        assert (tmp_path / str(number)).exists()
+    end_distributed()
 
 
+@pytest.mark.parametrize("interface", ["", "lo"])
+@in_ranks(2)
+def test_gloo_groups_have_one_worker(interface: str) -> None:
+    """With two workers, torch's default, operations that end together corrupt the heap."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    join()
+    make_grid(make_layout(SPEC, 1, 1, 1, None))
+    whole = mpu.get_data_parallel_group(with_context_parallel=True)
+    groups = [dist.group.WORLD, mpu.get_data_parallel_group(), whole, dist.new_group([0, 1])]
+    for group in groups:
+        options = group._get_backend(torch.device("cpu")).options
+        facts = options._threads, len(options._devices), options._timeout.total_seconds()
+        assert facts == (1, 1, 1800.0)
+    check_sums(SPEC, 1, 1)
+    end_distributed()
+
+
+@pytest.mark.ranks
 def test_unknown_interface_is_refused() -> None:
     """GLOO_SOCKET_IFNAME applies: torch's own constructor refuses a name that does not exist too."""
     with pytest.raises(AssertionError, match="nowhere0"):
         call(join, environment={"GLOO_SOCKET_IFNAME": "nowhere0"})
 
 
-def test_nothing_holds_a_group_after_the_end(tiny_checkpoint) -> None:
+@in_ranks(2)
+def test_nothing_holds_a_group_after_the_end() -> None:
     """A gloo group held while Python exits can abort the process; its threads live as long as the group."""
-    before, after = call(gloo_threads_at_the_end, 2, hf=str(tiny_checkpoint("qwen2_5_vl")))
-    assert before > 0
-    assert after == 0
+    join()
+    for _ in range(2):
+        grid = make_grid(make_layout(SPEC, 1, 2, 1, None))
+    assert gloo_threads() > 0
+    held: list[Any] = [grid]
+    held.append(held)  # a cycle, as a wrapped model has one
+    del grid, held
+    end_distributed()
+    assert gloo_threads() == 0
+
+
+def gloo_threads() -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)

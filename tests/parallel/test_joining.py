@@ -96,9 +96,7 @@ def test_wait_for_a_rank_ends_at_a_signal_and_at_its_limit() -> None:
     assert late.wait() == 1 and "JoinError: 1 of 2 ranks" in err and "raise failures.timeout_s" in err
 
 
-def test_rank_that_comes_after_another_was_asked_to_stop_does_not_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rank_that_comes_after_another_was_asked_to_stop_does_not_wait_for_it(monkeypatch) -> None:
     """Its launcher would kill it before it says that the run has stopped."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

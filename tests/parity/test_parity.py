@@ -42,9 +42,7 @@ def table() -> list[Any]:
 
 
 @pytest.fixture(scope="session")
-def run_group(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int], dict[str, Any]]:
+def run_group(request, tmp_path_factory) -> Callable[[int], dict[str, Any]]:
     """Returns a function from a number of ranks to the results of its cases that this session tests."""
     folder = tmp_path_factory.mktemp("parity")
     wanted = {item.callspec.params["name"] for item in request.session.items if _is_case(item)}

@@ -155,19 +155,14 @@ def test_yarn_counts_in_every_place(family: str, places: dict[str, dict]) -> Non
     [
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "factor is"),
         ({"rope_scaling": YARN | {"beta_fast": 16}, "rope_parameters": YARN}, "beta_fast is"),
-        ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "yarn"}}, "factor is None"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}}, "rope_theta is"),
         ({"rope_scaling": YARN | {"type": "mrope"}}, "make them equal, or remove type"),
-        ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "make them equal, or remove type"),
         ({"rope_scaling": {"factor": 4.0}}, "set rope_type to yarn"),
         ({"rope_scaling": YARN | {"factor": None}}, "factor None of YaRN must be a number"),
-        ({"rope_scaling": YARN | {"factor": "4"}}, "factor 4 of YaRN must be a number"),
         ({"rope_scaling": YARN | {"factor": 0.5}}, "number of at least 1"),
-        ({"rope_scaling": YARN | {"factor": float("inf")}}, "number of at least 1"),
         ({"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 2}}, "must be at least beta_slow"),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": 0}}, "whole number of at least 1"),
         ({"rope_scaling": YARN | {"orignal_length": 4096}}, "'orignal_length' of YaRN is not supported"),
-        ({"rope_scaling": YARN | {"extrapolation_factor": 2}}, "'extrapolation_factor' of YaRN is not"),
         ({"rope_scaling": YARN | {"attn_factor": 1.3}}, "means an attention_factor of 1.48"),
     ],
 )
@@ -216,11 +211,8 @@ def test_rope_scaling_of_a_run_replaces_that_of_the_config() -> None:
         (YARN | {"facter": 4.0}, "field 'facter' of YaRN is not supported; valid: rope_type, factor"),
         (YARN | {"rope_theta": 3.0}, "rope_theta 3.0 differs from"),
         (YARN | {"mrope_section": [1, 1, 2]}, "mrope_section .* differs from"),
-        ({"rope_type": "yarn"}, "factor None of YaRN must be a number"),
         ({"rope_type": "linear", "factor": 2.0}, "rope type 'linear'"),
-        (YARN | {"mscale": 1.0}, "field 'mscale' of YaRN is not supported"),
         (YARN | {"attention_factor": 0}, "attention_factor 0 of YaRN must be a number above 0"),
-        (YARN | {"beta_slow": 0}, "beta_slow 0 of YaRN must be a number above 0"),
     ],
 )
 def test_wrong_rope_scaling_is_refused_by_its_name(rope_scaling: dict[str, Any], message: str) -> None:

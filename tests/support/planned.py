@@ -66,8 +66,3 @@ def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInf
     if spec.language.tied_embeddings and layout.pp > 1 and stage == layout.pp - 1:
         own.append(table[EMBEDDING_TENSOR])
     return own
-
-
-def cut(language: int, vision: int | None = None) -> dict[str, int]:
-    """What :meth:`ModelSpec.replace_layers` takes; without ``vision``, the tower keeps its layers."""
-    return {"num_language_layers": language} | ({"num_vision_layers": vision} if vision else {})

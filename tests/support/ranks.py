@@ -68,43 +68,31 @@ def in_ranks(ranks: int | Callable[[dict[str, Any]], int] = 1) -> Callable[..., 
 
 
 def run_module(
-    module: str,
-    arguments: Sequence[str | Path] = (),
-    ranks: int = 1,
-    *,
-    environment: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    timeout_s: float = 600,
-    is_group: bool = True,
+    module: str, arguments: Sequence[str | Path] = (), ranks: int = 1, *, timeout_s: float = 600, **job: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``ranks`` processes, or in one that is no rank, and waits for
-    their end.
+    """Runs ``python -m module arguments`` in ``ranks`` processes and waits for their end.
+
+    Args:
+        job: ``environment`` and ``cwd`` of the processes, and ``is_group``: whether they are ranks.
 
     Raises:
         subprocess.TimeoutExpired: the ranks were still running after ``timeout_s`` seconds and were killed.
     """
-    words = [str(argument) for argument in arguments]
-    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        work: dict[str, Any] = {"module": module, "arguments": words, "is_group": is_group}
-        job = _job(folder, ranks, environment, cwd, timeout_s, **work)
-        outcome = _ask(job)
-        stdout, stderr = _said(folder)
+    words = [module, *map(str, arguments)]
+    outcome, folder = _run(ranks, timeout_s, module=module, arguments=words[1:], **job)
     if outcome.timed_out:
-        raise subprocess.TimeoutExpired([module, *words], timeout_s, stdout, stderr)
-    return subprocess.CompletedProcess([module, *words], _first_failure(outcome), stdout, stderr)
+        raise subprocess.TimeoutExpired(words, timeout_s, folder["stdout"], folder["stderr"])
+    return subprocess.CompletedProcess(words, _first_failure(outcome), folder["stdout"], folder["stderr"])
 
 
 def run_function(
-    function: Callable[..., Any], arguments: Sequence[object], ranks: int, *, timeout_s: float = 600
+    function: Callable[..., Any], arguments: Sequence[object], ranks: int
 ) -> subprocess.CompletedProcess[str]:
     """Calls a function in ``ranks`` processes, which may fail or exit, and waits for their end."""
     named = (function.__module__, function.__name__)
-    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        job = _job(folder, ranks, None, None, timeout_s, function=named, arguments=list(arguments))
-        outcome = _ask(job)
-        stdout, stderr = _said(folder)
-    assert not outcome.timed_out, f"{function.__name__} has not ended:\n{stderr}"
-    return subprocess.CompletedProcess(named, _first_failure(outcome), stdout, stderr)
+    outcome, folder = _run(ranks, function=named, arguments=list(arguments))
+    assert not outcome.timed_out, f"{function.__name__} has not ended:\n{folder['stderr']}"
+    return subprocess.CompletedProcess(named, _first_failure(outcome), folder["stdout"], folder["stderr"])
 
 
 def run_group(
@@ -165,15 +153,12 @@ def run_apart(
         work |= {"module": program, "arguments": list(map(str, arguments))}
     else:
         work |= {"function": (program.__module__, program.__name__), "arguments": list(arguments)}
-    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        work |= {"apart": True, "one_node": one_node, "file_bytes": dict(file_bytes or {})}
-        outcome = _ask(_job(folder, ranks, None, None, timeout_s, **work))
-        said = [(Path(folder) / f"stderr_{rank}").read_text(errors="replace") for rank in range(ranks)]
-        stdout, _ = _said(folder)
-
-    assert not outcome.timed_out, f"ranks have not ended by themselves: {outcome}\n{said}"
-    ended = zip(outcome.exit_codes, said, outcome.ended_at, strict=True)
-    return [Ended(*each, stdout) for each in ended]
+    work |= {"apart": True, "one_node": one_node, "file_bytes": dict(file_bytes or {})}
+    outcome, folder = _run(ranks, timeout_s, **work)
+    stderr = [folder[f"stderr_{rank}"] for rank in range(ranks)]
+    assert not outcome.timed_out, f"ranks have not ended by themselves: {outcome}\n{stderr}"
+    ended = zip(outcome.exit_codes, stderr, outcome.ended_at, strict=True)
+    return [Ended(*each, folder["stdout"]) for each in ended]
 
 
 def call(
@@ -190,41 +175,31 @@ def call(
         The result of rank 0, which must be of JSON's types.
     """
     named = (function.__module__, function.__name__)
-    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        job = _job(folder, ranks, environment, None, timeout_s, function=named, variables=variables)
-        outcome = _ask(job)
-        stdout, stderr = _said(folder)
-        assert not any(outcome.exit_codes), (
-            f"exit codes {outcome.exit_codes}:\n{stdout[-2000:]}\n{stderr[-6000:]}"
-        )
-        return json.loads((Path(folder) / "result.json").read_text())
-
-
-def _job(
-    folder: str,
-    ranks: int,
-    environment: Mapping[str, str] | None,
-    cwd: Path | None,
-    timeout_s: float,
-    **work: Any,
-) -> Job:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **(environment or {})}
-    return Job(
-        ranks=ranks,
-        environment=variables,
-        folder=folder,
-        cwd=str(cwd or REPOSITORY),
-        timeout_s=timeout_s,
-        port=_free_port(),
-        **work,
+    outcome, folder = _run(ranks, timeout_s, environment, function=named, variables=variables)
+    assert not any(outcome.exit_codes), (
+        f"exit codes {outcome.exit_codes}:\n{folder['stdout'][-2000:]}\n{folder['stderr'][-6000:]}"
     )
+    return json.loads(folder["result.json"])
 
 
-def _ask(job: Job) -> Outcome:
+def _run(
+    ranks: int,
+    timeout_s: float = 600,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    **work: Any,
+) -> tuple[Outcome, dict[str, str]]:
+    """Runs a job. Returns its end and, by name, the content of the files that it has written."""
     assert allowed, "a test that starts ranks needs the mark `ranks`"
-    server = _server(job.environment.get("TRITON_INTERPRET", "0"))
-    server.send(job)
-    return server.recv()
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **(environment or {})}
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        place = {"environment": variables, "folder": folder, "cwd": str(cwd or REPOSITORY)}
+        server = _server(variables.get("TRITON_INTERPRET", "0"))
+        server.send(Job(ranks=ranks, **place, timeout_s=timeout_s, port=_free_port(), **work))
+        outcome = server.recv()
+        files = (path for path in Path(folder).iterdir() if path.is_file())
+        found = {path.name: path.read_text(errors="replace") for path in files}
+    return outcome, {"stdout": "", "stderr": ""} | found
 
 
 @cache
@@ -283,13 +258,6 @@ def _block_of_ports() -> int:
         atexit.register(mark.close)
         return first
     raise AssertionError("other processes have reserved all ports")
-
-
-def _said(folder: str) -> tuple[str, str]:
-    """Returns the standard output and the standard error of all ranks."""
-    paths = (Path(folder) / name for name in ("stdout", "stderr"))
-    stdout, stderr = (path.read_text(errors="replace") if path.exists() else "" for path in paths)
-    return stdout, stderr
 
 
 def _first_failure(outcome: Outcome) -> int:

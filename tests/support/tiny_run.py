@@ -22,7 +22,6 @@ from megatron_vl.train import train as train_run
 from tests.data.media import encoded
 from tests.support.ranks import call, python_path, run_module
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUT = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [1,3] --parallel.sequence_parallel true".split()
 """Four ranks with uneven layers."""
 
@@ -84,6 +83,13 @@ def train(
     """Runs the trainer to its end."""
     arguments = options_of(prepared, run, *options, steps=steps)
     return run_module("megatron_vl.train", arguments, ranks, cwd=prepared["folder"])
+
+
+def trained(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6) -> str:
+    """The standard output of a training that has ended well."""
+    done = train(prepared, run, *options, ranks=ranks, steps=steps)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:

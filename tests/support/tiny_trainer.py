@@ -32,13 +32,14 @@ from megatron_vl.training.state.optimizer_state import (
     snapshot_optimizer,
 )
 from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
-from megatron_vl.training.step import StepResult
+from megatron_vl.training.step import StepResult, reduce_losses, run_schedule
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.parity.training import read_full_state
 from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step, resolve_on_given_rows
 from toolkit.parity.random_samples import make_sample
+from toolkit.parity.worker import complete_gradients
 
 SEQ_LEN = 256
 ROWS = 2
@@ -75,6 +76,21 @@ def train(trainer: Trainer, kinds: list[list[str]], steps: Iterable[int]) -> lis
     return results
 
 
+def run_passes(trainer: Trainer, kinds: list[list[str]]) -> list[float]:
+    """Runs forward and backward passes of the first step's samples and completes the gradients. Collective.
+
+    Returns [mean loss] and, with multi-token prediction, its mean loss, its targets and those ranked first.
+    """
+    batch = pack_step(trainer, draw_samples(kinds, trainer.spec, 0))
+    for chunk in trainer.model_chunks:
+        chunk.zero_grad_buffer()
+    reports = run_schedule(trainer.model_chunks, batch.rows, seq_len=trainer.config.data.seq_len)
+    device, has_mtp = trainer.platform.device, bool(trainer.config.mtp.loss)
+    loss, tokens, _, _, mtp = reduce_losses(reports, trainer.grid, device, has_mtp=has_mtp)
+    complete_gradients(trainer, tokens)
+    return [loss / tokens, *([mtp.loss_sum / mtp.tokens, mtp.tokens, mtp.first] if mtp else [])]
+
+
 def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
     """Saves a step. On rank 0, returns every weight, master weight, moment and step count in the files."""
     saver = CheckpointSaver(run, trainer.spec, trainer.layout, trainer.grid, num_latest_kept=0)
@@ -105,6 +121,12 @@ def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
     tensors = snapshot_optimizer(trainer.optimizer, trainer.live_tensors, copies)
     copies.copy(HostBlocks())
     return {key: tensor.read().clone() for key, tensor in tensors.items()}
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and optimizer state of this rank."""
+    weights = {f"weight/{live.tensor_name}": live.parameter.detach().clone() for live in trainer.live_tensors}
+    return weights | optimizer_state(trainer)
 
 
 def as_saved(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
@@ -151,6 +173,11 @@ class TinyTrainer(Trainer):
     def row_of(self, *kinds: str) -> TrainingRow:
         """A row of one sample of each kind."""
         return pack_row([make_sample(kind, self.spec, 0) for kind in kinds], self.spec, SEQ_LEN)
+
+    def device_row(self, *kinds: str, seq_len: int = SEQ_LEN) -> Any:
+        """One row of a sample of each kind, as the model gets it."""
+        samples = [make_sample(kind, self.spec, 0) for kind in kinds]
+        return self.feed_of([pack_row(samples, self.spec, seq_len)], 1).next_batch().rows[0]
 
     @property
     def chunks(self) -> list[Any]:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.tiny_run import prepare
-
-
-@pytest.fixture
-def hf(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> Path:
-    """The folder of a checkpoint of the test's parameter ``family``, with its parameter ``sizes``."""
-    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-    return tiny_checkpoint(params.get("family", "qwen2_5_vl"), dtype=torch.float32, **params.get("sizes", {}))
 
 
 @pytest.fixture(scope="session")

@@ -3,144 +3,56 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vl.config import ParallelConfig, TrainConfig
-from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
-from megatron_vl.data.packing.training_row import loss_index
-from megatron_vl.estimate.activations import ActivationEstimator
-from megatron_vl.estimate.layer_kinds import LayerKind
+from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.models import build
-from megatron_vl.models.attention import PackedAttention, PackedRow, choose_backend
-from megatron_vl.models.batch import Segments
+from megatron_vl.models.attention import PackedAttention, choose_backend
 from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
-from megatron_vl.spec.lora import freeze_parts_without_lora
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
-from megatron_vl.training.rows.image_scatter import frame_plane_bounds
 from megatron_vl.training.rows.row_message import make_device_row, serialize_row, unpack_tensors
 from megatron_vl.training.rows.row_shards import (
     RowSharding,
     complete_part,
-    cut_feature_index,
-    cut_images,
     cut_text,
 )
 from megatron_vl.training.trainer import Trainer
 from tests.parity.cases import THREE_HEADS, TWO_HEADS
 from tests.support.ranks import in_ranks
-from tests.support.tiny_run import metrics, prepare, train
 from tests.support.tiny_trainer import differences, load, save, trainer_of
 from tests.support.tiny_trainer import train as train_steps
 from tests.tiny import tiny_checkpoint
-from tests.training.test_image_scatter import random_rows
 from toolkit.parity.case import draw_samples, pack_step
 
 ROWS = [["image", "image"], ["mixed"], ["text", "short_text"], ["video", "text"]]
 """Kinds of samples in each row of a step."""
-SEQ_LEN = 512
 
 
-@pytest.mark.parametrize(("cp", "key_ranks"), [(2, 1), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("seed", range(4))
-def test_parts_of_a_row_are_the_row(seed: int, cp: int, key_ranks: int) -> None:
-    """Joined again, tokens, segments, loss tokens and pixels of the parts are those of the row."""
+def test_parts_of_a_row_depend_on_no_value_of_the_device() -> None:
+    """Tensors without data stand for those on a GPU."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
-    sharding = RowSharding(cp, key_ranks, spec.vision, tower_is_decoupled=False)
-    length = SEQ_LEN // cp
-    for row in random_rows(spec, seed):
-        row.loss_mask[3::7] = 0.0
-        header, buffers = serialize_row(row, sharding)
-        tensors = unpack_tensors(header, buffers)
-        parts = [
-            complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)
-            for rank in range(cp)
-        ]
-
-        for name in ("tokens", "labels", "loss_mask", "position_ids"):
-            joined = torch.cat([getattr(part, name) for part in parts], -1)
-            assert torch.equal(joined, getattr(row, name)), name
-        assert sum(part.num_real_tokens for part in parts) == int(row.cu_seqlens[row.num_samples])
-
-        bounds = row.cu_seqlens.tolist()
-        for rank, part in enumerate(parts):
-            start, stop = rank * length, (rank + 1) * length
-            inside = [start, *(bound for bound in bounds if start < bound < stop), stop]
-            assert part.shard.segments.cu_seqlens.tolist() == [bound - start for bound in inside]
-            assert part.shard.segments.max_seqlen == max(np.diff(inside))
-            assert (part.shard.route.tokens_before > 0) == (start not in bounds)
-            assert (part.shard.route.tokens_after > 0) == (stop not in bounds)
-            assert (part.shard.route.rank, part.shard.route.length) == (rank, length)
-            _check_attention_segments(part.segments, row.cu_seqlens, rank * key_ranks // cp, key_ranks)
-            selected, expected = part.loss_index, loss_index(row.loss_mask[start:stop])
-            assert torch.equal(selected, expected) if expected is not None else selected is None
-
-        # Tensors without data stand for those on a GPU: nothing of a part may depend on their values.
-        without_data = {name: tensor.to("meta") for name, tensor in tensors.items()}
-        for rank, part in enumerate(parts):
-            whole = make_device_row(header, cut_text(header, without_data, rank))
-            assert complete_part(whole, header, rank).shard.route == part.shard.route
-
-        if row.num_patches:
-            _check_images(row, sharding, header, tensors)
-
-
-def _check_attention_segments(
-    segments: Segments, row_bounds: torch.Tensor, query_part: int, key_ranks: int
-) -> None:
-    """Counts the queries and keys of each document, token by token."""
-    if key_ranks == 1:
-        assert torch.equal(segments.cu_seqlens, row_bounds) and segments.gathered_keys is None
-        return
-    document_of_token = torch.arange(len(row_bounds) - 1).repeat_interleave(row_bounds.diff())
-    first, end = query_part * SEQ_LEN // key_ranks, (query_part + 1) * SEQ_LEN // key_ranks
-    first_key = int((document_of_token == document_of_token[first]).nonzero()[0])
-    assert segments.gathered_keys is not None
-    assert segments.gathered_keys.row_tokens == slice(first_key, end)
-    for bounds, start in ((segments, first), (segments.gathered_keys, first_key)):
-        _, token_counts = document_of_token[start:end].unique_consecutive(return_counts=True)
-        assert torch.equal(bounds.cu_seqlens, F.pad(token_counts.cumsum(0), (1, 0)).int())
-        assert bounds.max_seqlen == token_counts.max()
-
-
-def _check_images(row, sharding: RowSharding, described: dict, fields: dict) -> None:
-    """Plays the exchange of features with their numbers, and joins the pixels of the ranks' frames."""
-    cp, length = sharding.context_size, row.seq_len // sharding.context_size
-    planes = frame_plane_bounds(fields["plane_index"].numpy(), described["vision_lengths"][0])
-    given = [cut_images(sharding, described, planes, fields, rank) for rank in range(cp)]
-
-    encoding = [(vision, route) for vision, route in given if route.encodes]
-    pixels = [vision.planes[vision.plane_index.long()] for vision, _ in encoding]
-    assert torch.equal(torch.cat(pixels), row.vision.planes[row.vision.plane_index.long()])
-    frames = [size for vision, _ in encoding for size in vision.full_segments.cu_seqlens.diff().tolist()]
-    assert frames == row.vision.cu_seqlens.diff().tolist()
-
-    first, sent = 0, []
-    for _, route in given:
-        numbers = first + route.send_order
-        sent.append(numbers.split(route.sent))
-        first += len(numbers)
-    assert first == len(row.vision.feature_index)
-    for rank, (_, route) in enumerate(given):
-        received = torch.cat([messages[rank] for messages in sent])
-        assert len(received) == sum(route.received)
-        at = cut_feature_index(described, fields, rank) + rank * length
-        assert torch.equal(row.vision.feature_index[received], at)
+    sharding = RowSharding(4, 2, spec.vision, tower_is_decoupled=False)
+    [samples] = draw_samples([["image", "text", "video"]], spec, 0)
+    header, buffers = serialize_row(pack_row(samples, spec, 512), sharding)
+    tensors = unpack_tensors(header, buffers)
+    without_data = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    for rank in range(4):
+        part, same = (
+            complete_part(make_device_row(header, cut_text(header, given, rank)), header, rank)
+            for given in (tensors, without_data)
+        )
+        assert part.shard.route == same.shard.route
 
 
 MOVES: dict[str, dict[str, Any]] = {
@@ -153,7 +65,7 @@ MOVES: dict[str, dict[str, Any]] = {
 """Layouts of four ranks, in the order in which a run moves through them."""
 
 
-def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fields: Any) -> None:
+def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fields: Any) -> dict:
     """Trains and saves in the first layout; loads and saves in each of the others, bit for bit."""
     first: dict[str, Tensor] = {}
     for number, (name, layout) in enumerate(layouts.items()):
@@ -166,6 +78,7 @@ def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fi
         first = first or saved
         assert differences(saved, first) == [], name
     assert len(first) > 50 or dist.get_rank()
+    return first
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen3_5", {}), ("qwen3_vl", TWO_HEADS)])
@@ -173,37 +86,6 @@ def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fi
 def test_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, sizes: dict, tmp_path: Path) -> None:
     """Weights, master weights, moments and step counts, from DP4 through context parallelism and back."""
     check_moves(hf, tmp_path, MOVES)
-
-
-@pytest.mark.ranks
-def test_run_goes_on_where_ranks_gather_keys(tmp_path: Path) -> None:
-    """From one rank to CP4 with two heads, where inputs of layers go to host memory, and back. Losses,
-    validation are those of one rank."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **TWO_HEADS)
-    prepared = prepare(tmp_path / "prepared", hf, val_fraction=0.25)
-    alone, moved_run = tmp_path / "alone", tmp_path / "moved"
-    evaluation = ("--eval.interval", "2", "--eval.rows", "3")
-    saves = ("--checkpoint.interval", "2", "--checkpoint.keep", "0")
-
-    runs = [train(prepared, alone, *evaluation, *saves, ranks=1)]
-    shutil.copytree(alone / "step_00000002", moved_run / "step_00000002")
-    shared = ("--parallel.cp", "4", "--stop_after", "4")
-    shared += ("--recompute.language", "full", "--recompute.offload_inputs", "true")
-    runs.append(train(prepared, moved_run, *evaluation, *shared))
-    runs.append(train(prepared, moved_run, *evaluation, ranks=1))
-    for run in runs:
-        assert run.returncode == 0, run.stderr[-4000:]
-
-    assert "cp 4 (2 ranks gather keys)" in runs[1].stdout, runs[1].stdout
-    for ours, theirs in zip(metrics(moved_run), metrics(alone)[2:], strict=True):
-        assert ours["loss_tokens"] == theirs["loss_tokens"] and ours["samples"] == theirs["samples"]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    moved_evaluations, evaluations = metrics(moved_run, "eval.jsonl"), metrics(alone, "eval.jsonl")
-    # The validation of the step that it begins with is made up, as the folder has none.
-    assert [line["step"] for line in moved_evaluations] == [2, 4, 6]
-    for ours, theirs in zip(moved_evaluations, evaluations[-3:], strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
 class HostReads(TorchDispatchMode):
@@ -248,44 +130,6 @@ def test_passes_read_no_number_of_the_device_on_the_host(hf, family: str, sizes:
     with HostReads() as host_reads:
         trainer.model_chunks[0].module(step_batch.rows[0]).sum().backward()
     assert host_reads.operators == []
-
-
-@pytest.mark.parametrize("sizes", [{}, TWO_HEADS])
-@in_ranks(4)
-def test_change_of_one_conversation_changes_no_other(hf, sizes: dict[str, Any]) -> None:
-    """The second conversation has another image and other text; it crosses an edge of the ranks' parts."""
-    for cp in (2, 4):
-        trainer = trainer_of(hf, optimizer=False, cp=cp)
-        samples = draw_samples([["short_text", "image", "word", "text", "image"]], trainer.spec, 0)[0]
-        before = token_losses(trainer, samples)
-        changed = draw_samples([["image"]], trainer.spec, 7)[0][0]
-        after = token_losses(trainer, [samples[0], changed, *samples[2:]])
-        lengths = [len(sample) for sample in samples]
-        same = [
-            torch.equal(a, b)
-            for a, b in zip(
-                before[: sum(lengths)].split(lengths), after[: sum(lengths)].split(lengths), strict=True
-            )
-        ]
-        assert same == [True, False, True, True, True], cp
-
-
-def token_losses(trainer: Trainer, samples: list[TokenizedSample]) -> Tensor:
-    """The losses of all tokens of a row that every replica gets, [S]."""
-    row = pack_row(samples, trainer.spec, trainer.config.data.seq_len)
-    row.loss_mask = torch.ones_like(row.loss_mask)
-    given = iter([row]) if trainer.grid.owns_loader else None
-    batches = BatchBroadcast(trainer.grid, trainer.platform, given, 1, spec=trainer.spec)
-    with torch.no_grad():
-        losses = trainer.model_chunks[0].module(batches.next_batch().rows[0]).view(-1)
-    by_rank = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
-    dist.all_gather(by_rank, losses)
-    return torch.cat(by_rank[: trainer.grid.cp])
-
-
-def _config(cp: int, seq_len: int = 4096, **parallel: object) -> TrainConfig:
-    config = TrainConfig(parallel=ParallelConfig(cp=cp, **parallel))  # type: ignore[arg-type]
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len))
 
 
 @pytest.mark.parametrize(
@@ -389,37 +233,3 @@ def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:
     assert make_layout(spec, cp=16).replica_ranks == 16
     with pytest.raises(LayoutError, match=r"^cp=32: qwen3_5_moe has linear attention, .* at most 16$"):
         make_layout(spec, cp=32)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "key_ranks"), [({}, 1), ({"kv_heads": 1}, 1), ({"hidden_size": 96} | THREE_HEADS, 2)]
-)
-@in_ranks(2)
-def test_estimate_knows_what_attention_keeps(hf, sizes: dict[str, Any], key_ranks: int) -> None:
-    """Element for element: queries, exchanged or gathered keys and values, and the output twice."""
-    trainer = trainer_of(hf, optimizer=False, cp=2)
-    spec, layout = trainer.spec, trainer.layout
-    assert layout.key_ranks == key_ranks
-    [row] = pack_step(trainer, draw_samples([["text"]], spec, 0)).rows
-
-    # The output counts, because the linear that follows keeps it. Views of one tensor count once.
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    language = spec.language
-    inputs = [
-        torch.randn(len(row.tokens), 1, heads, language.head_dim, requires_grad=True)
-        for heads in (language.num_heads, language.num_kv_heads, language.num_kv_heads)
-    ]
-    attention = causal_attentions(trainer)[0]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        keep(attention(*inputs, packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard)))
-
-    config = dataclasses.replace(_config(2, 192), dtype="float32")
-    estimator = ActivationEstimator(freeze_parts_without_lora(config, spec), spec, layout, 0)
-    num_elements = sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept.values())
-    if dist.get_rank() == 0:  # where keys are gathered, those of rank 1 depend on the documents of the row
-        assert num_elements == 96 * estimator._attention_elements(LayerKind(False, False))

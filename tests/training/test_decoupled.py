@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl.training.step import NOT_FINITE, replicated_modules
 from tests.support.ranks import in_ranks
-from tests.support.tiny_trainer import differences, load, save, train, trainer_of
+from tests.support.tiny_trainer import train, trainer_of
 
 ROWS = [["mixed", "text"], ["image"]]
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl"])
-@in_ranks(2)
-def test_checkpoint_moves_between_placements_bit_for_bit(hf, family, tmp_path: Path) -> None:
-    """The next step has the same loss and norm, too."""
-    layout: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
-    for was_decoupled in (False, True):
-        first = trainer_of(hf, 512, decoupled=was_decoupled, **layout)
-        train(first, ROWS, range(2))
-        second = trainer_of(hf, 512, decoupled=not was_decoupled, **layout)
-        saved = save(first, tmp_path / f"{was_decoupled}0")
-        load(second, tmp_path / f"{was_decoupled}0")
-        moved = save(second, tmp_path / f"{was_decoupled}1")
-        assert differences(saved, moved) == [] and (len(saved) > 100 or dist.get_rank())
-
-        [here], [there] = train(first, ROWS, [2]), train(second, ROWS, [2])
-        assert there.loss == pytest.approx(here.loss, rel=1e-6)
-        assert there.grad_norm == pytest.approx(here.grad_norm, rel=1e-5)
 
 
 @in_ranks(2)

@@ -24,7 +24,7 @@ from converters.convert import convert_weights
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support import ranks
-from tests.support.tiny_run import LAYOUT, metrics, options_of, train
+from tests.support.tiny_run import LAYOUT, metrics, options_of, trained
 from toolkit.checkpoint.contents import verify_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -138,8 +138,7 @@ def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one
     assert re.search("train: rank 2 " + WHERE.format(tp=0, pp=1) + "out of host memory", ended.message), ended
     last_is_good(run)
 
-    done = train(prepared, run, *OPTIONS, steps=STEPS)
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, run, *OPTIONS, steps=STEPS)
     assert numbers(run) == numbers(slow_run)
 
 
@@ -185,14 +184,11 @@ LONG = ["--steps", "120", "--log.samples", "true"]
 
 @pytest.mark.full
 @pytest.mark.parametrize("offload", [False, True])
-def test_run_killed_at_any_moment_is_the_undisturbed_one(
-    prepared: dict[str, Path], tmp_path: Path, offload: bool
-) -> None:
+def test_run_killed_at_any_moment_is_the_undisturbed_one(prepared, tmp_path, offload: bool) -> None:
     """Of a random rank, often within a save. Each start may have another share of the optimizer state in host
     memory. Losses, norms and samples of every step are equal, those that were lost and taken again too."""
     whole, run, rng = tmp_path / "whole", tmp_path / "run", random.Random(3)
-    done = train(prepared, whole, *OPTIONS, *LONG)
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, whole, *OPTIONS, *LONG)
 
     def share() -> list[str]:
         return ["--optimizer.offload_fraction", rng.choice(["0.3", "1.0", "0.0"])] if offload else []
@@ -201,8 +197,7 @@ def test_run_killed_at_any_moment_is_the_undisturbed_one(
         rank, moment = rng.randrange(4), f"{rng.uniform(0, 1.5):.2f}"
         ended = disturb(prepared, run, "kill", rank, 1, moment, *LONG, *share())
         assert ended.codes[rank] == -signal.SIGKILL and max(numbers(run)) < 120, ended
-    done = train(prepared, run, *OPTIONS, *LONG, *share())
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, run, *OPTIONS, *LONG, *share())
 
     expected, samples = numbers(whole), {line["step"]: line for line in metrics(whole, "samples.jsonl")}
     assert numbers(run).keys() == expected.keys()
@@ -219,9 +214,7 @@ def names(run: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(prepared, tmp_path) -> None:
     """The export's process ends with its rank. The next start makes up for what is missing."""
     killed, full = tmp_path / "killed", tmp_path / "full"
     for run in (killed, full):
@@ -245,8 +238,7 @@ def test_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
     assert "NOTE: step 2 could not be exported to" in said and "File too large" in said
 
     for run in (killed, full):
-        done = train(prepared, run, *EXPORTS, ranks=1, steps=4)
-        assert done.returncode == 0, done.stderr[-4000:]
+        trained(prepared, run, *EXPORTS, ranks=1, steps=4)
         assert names(run) == ["step_00000002", "step_00000004"]
         for step in (2, 4):
             assert_whole(

@@ -19,7 +19,6 @@ import pytest
 
 from megatron_vl.system.durable_files import drop_incomplete_line
 from megatron_vl.system.processes import own_process
-from megatron_vl.training.run_messages import skipped_steps_message
 from megatron_vl.training.state.keep import (
     OWNER_FILE,
     last_good_text,
@@ -28,11 +27,9 @@ from megatron_vl.training.state.keep import (
     unlock_run_dir,
 )
 from megatron_vl.training.state.save import CheckpointSaver
-from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 from megatron_vl.weights.run_folder import CheckpointError
 from tests.support.tiny_run import environment, metrics, options_of, trainings
 from toolkit.checkpoint.contents import verify_checkpoint
-from toolkit.cli import main
 from toolkit.common.launch import single_rank_variables
 
 QUICK = ["--data.num_workers", "0", "--checkpoint.keep", "1", "--checkpoint.interval", "1"]
@@ -55,19 +52,6 @@ def test_skipped_steps_delete_no_good_checkpoint(prepared: dict[str, Path], tmp_
     assert steps_in(run) == [2, 3, 4, 5] and verify_checkpoint(run / "step_00000002") == []
 
 
-def test_run_that_stops_says_why_its_steps_were_skipped() -> None:
-    told = [
-        skipped_steps_message(reasons, 40)
-        for reasons in ([NOT_FINITE] * 2, [NO_LOSS_TOKENS] * 3, [NO_LOSS_TOKENS, NOT_FINITE])
-    ]
-    assert told == [
-        "2 consecutive steps (last: 40) had a loss or gradient that was not finite",
-        "3 consecutive steps (last: 40) had no loss tokens. Only assistant turns are trained on: check that"
-        " the data set has any",
-        "2 consecutive steps (last: 40) had a loss or gradient that was not finite or no loss tokens",
-    ]
-
-
 @pytest.mark.ranks
 def test_what_a_kill_cut_off_is_made_up_at_the_next_start(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Killed during the last validation: the line of it is torn, as may be the other files' last lines."""
@@ -88,33 +72,6 @@ def test_what_a_kill_cut_off_is_made_up_at_the_next_start(prepared: dict[str, Pa
     assert kept["eval.jsonl"][-1]["loss"] == whole["eval.jsonl"][-1]["loss"]
     assert kept["metrics.jsonl"] == whole["metrics.jsonl"][:-1] and len(kept["samples.jsonl"]) == 3
     assert (run / "quarantine.jsonl").read_text() == ""
-
-
-@pytest.mark.ranks
-def test_run_that_was_rolled_back_trains_as_it_did(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """Every file of step 4 is saved again as it was, and step 4 is evaluated and exported again."""
-    run = tmp_path / "run"
-    saves = ["--checkpoint.interval", "2", "--checkpoint.keep", "0", "--checkpoint.export_hf", "last"]
-    start = (run, [*QUICK, *saves, "--eval.interval", "2", "--log.samples", "true", "--steps", "4"])
-    trainings(prepared, start)
-    logs = {name: metrics(run, name) for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl")}
-    assert main(["checkpoint", "rollback", str(run), "2"]) == 0
-    assert steps_in(run) == [2] and not list((run / "hf").iterdir())
-    assert [line["step"] for line in metrics(run, "eval.jsonl")] == [0, 2]
-
-    [said] = trainings(prepared, start)
-    assert f"resumed at step 2 from {run}\n" in said and "step 2/4 | validation loss" not in said
-    abandoned = run / "abandoned" / "after_step_00000002"
-    for name in ("step_00000004", "hf/step_00000004"):
-        was, files = abandoned / name, [path for path in (run / name).rglob("*") if path.is_file()]
-        assert files and all(
-            (was / path.relative_to(run / name)).read_bytes() == path.read_bytes() for path in files
-        )
-    for name, lines in logs.items():
-        keys = lines[0].keys() & {"step", "loss", "grad_norm", "rows"}
-        assert [[line[key] for key in keys] for line in metrics(run, name)] == [
-            [line[key] for key in keys] for line in lines
-        ]
 
 
 @pytest.mark.parametrize("whole", [b"", b"1\n22\n", b"1\n" + b"2" * 200_000 + b"\n"])
@@ -176,9 +133,7 @@ def test_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path)
     "number, is_held",
     [(errno.EAGAIN, True), (errno.EACCES, True), (errno.ENOLCK, False), (errno.ENOSYS, False)],
 )
-def test_only_two_errors_mean_that_another_run_has_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_held: bool
-) -> None:
+def test_only_two_errors_mean_that_another_run_has_the_lock(tmp_path, monkeypatch, number, is_held) -> None:
     def flock(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -192,9 +147,7 @@ def test_only_two_errors_mean_that_another_run_has_the_lock(
         assert read_owner(tmp_path) == own_process()
 
 
-def test_without_locks_a_living_owner_is_refused_and_a_dead_one_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_a_living_owner_is_refused_and_a_dead_one_followed(tmp_path, monkeypatch) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -231,9 +184,7 @@ sys.exit(main())
 
 
 @pytest.mark.ranks
-def test_run_whose_folder_another_has_taken_ends_and_deletes_nothing(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_run_whose_folder_another_has_taken_ends_and_deletes_nothing(prepared, tmp_path) -> None:
     run = tmp_path / "run"
     words = [sys.executable, "-c", WITHOUT_LOCKS, *options_of(prepared, run, *QUICK, steps=4000)]
     variables = environment() | single_rank_variables()

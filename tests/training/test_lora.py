@@ -26,7 +26,7 @@ from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.mixed_lora import mixed_lora
 from tests.support.ranks import in_ranks, run_module
-from tests.support.tiny_run import metrics, options_of, train, trainings
+from tests.support.tiny_run import metrics, options_of, train, trained, trainings
 from tests.support.tiny_trainer import gather, save, trainer_of
 from tests.support.tiny_trainer import train as train_steps
 from tests.tiny import tiny_checkpoint
@@ -150,11 +150,11 @@ def check_layouts(hf: Path, lora: dict[str, Any], layouts: dict[str, dict[str, A
 
 def changed_base(trainer: Trainer, untouched: Trainer) -> list[str]:
     """Names of this rank's tensors of the base that are not frozen, or have changed by a bit."""
-    trained, changed = trained_table(trainer.spec, trainer.config.lora), []
+    table, changed = trained_table(trainer.spec, trainer.config.lora), []
     for (name, parameter, _), (_, before, _) in zip(
         trainer.live_tensors, untouched.live_tensors, strict=True
     ):
-        if name not in trained and (parameter.requires_grad or not torch.equal(parameter, before)):
+        if name not in table and (parameter.requires_grad or not torch.equal(parameter, before)):
             changed.append(name)
     return changed
 
@@ -230,12 +230,9 @@ LORA = ["--lora.rank", "4", "--lora.targets", "[language,merger]", "--optimizer.
 def test_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Its checkpoints hold the adapters alone. What would not fit them is refused by name."""
     whole, run = tmp_path / "whole", tmp_path / "run"
-    done = train(prepared, whole, *LORA, ranks=2, steps=6)
-    assert done.returncode == 0, done.stderr[-3000:]
-    first = train(prepared, run, *LORA, "--stop_after", "3", "--parallel.tp", "2", ranks=2, steps=6)
-    assert first.returncode == 0, first.stderr[-3000:]
-    second = train(prepared, run, *LORA, "--parallel.pp", "2", ranks=2, steps=6)
-    assert second.returncode == 0 and "resumed at step 3" in second.stdout, second.stderr[-3000:]
+    trained(prepared, whole, *LORA, ranks=2, steps=6)
+    printed = trained(prepared, run, *LORA, "--stop_after", "3", "--parallel.tp", "2", ranks=2, steps=6)
+    assert "resumed at step 3" in trained(prepared, run, *LORA, "--parallel.pp", "2", ranks=2, steps=6)
 
     losses = {line["step"]: line["loss"] for line in metrics(whole)}
     assert losses[6] < losses[1]
@@ -244,8 +241,8 @@ def test_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], tmp
 
     weights = WeightReader(step_dir_path(run, 6), takes_lora=True)
     assert weights.lora.rank == 4 and all(".adapter.lora_" in name for name in weights.tensor_names())
-    trained = sum(math.prod(weights.tensor_infos[name].shape) for name in weights.tensor_names())
-    assert f"\ntrained: {trained:,} of " in first.stdout
+    count = sum(math.prod(weights.tensor_infos[name].shape) for name in weights.tensor_names())
+    assert f"\ntrained: {count:,} of " in printed
     stored = sum(file.stat().st_size for file in step_dir_path(run, 6).rglob("*.safetensors"))
     assert stored < 0.2 * sum(file.stat().st_size for file in prepared["weights"].glob("*.safetensors"))
 
@@ -282,8 +279,7 @@ def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for run, stops in ((whole, [4]), (parts, [2, 4])):
         for stop in stops:
-            done = train(prepared, run, *options, "--stop_after", str(stop), ranks=2, steps=6)
-            assert done.returncode == 0, done.stderr[-3000:]
+            trained(prepared, run, *options, "--stop_after", str(stop), ranks=2, steps=6)
 
     assert [line["loss"] for line in metrics(whole)] == [line["loss"] for line in metrics(parts)]
     weights, resumed = (WeightReader(run, takes_lora=True) for run in (whole, parts))
@@ -296,7 +292,7 @@ def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) 
 def test_run_rejects_lora_of_another_base(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The same model with other numbers, and the same numbers in another layout, which are accepted."""
     run = tmp_path / "run"
-    assert train(prepared, run, *LORA, "--stop_after", "1", ranks=1, steps=3).returncode == 0
+    trained(prepared, run, *LORA, "--stop_after", "1", ranks=1, steps=3)
     other = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32, seed=99)
     convert_weights(other, tmp_path / "other")
     refused = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "other"), ranks=1, steps=3)
@@ -311,27 +307,22 @@ def test_run_rejects_lora_of_another_base(prepared: dict[str, Path], tmp_path: P
 
     # The base of what a run exports is what it began with, although its config comes from model.hf.
     export = ("--checkpoint.export_hf", "last")
-    done = train(prepared, tmp_path / "c", *LORA, *on_other, *export, ranks=1, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(prepared, tmp_path / "c", *LORA, *on_other, *export, ranks=1, steps=3)
     adapter_config = json.loads((export_dir_path(tmp_path / "c", 3) / ADAPTER_CONFIG_FILE).read_text())
     assert adapter_config["base_model_name_or_path"] == str(tmp_path / "other")
     with pytest.raises(WeightsError, match="were trained on other weights"):
         export_weights(tmp_path / "c", prepared["hf"], tmp_path / "merged", merges_adapter=True)
 
     convert_weights(prepared["hf"], tmp_path / "tp2", {"tp": 2})
-    done = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "tp2"), ranks=1, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "tp2"), ranks=1, steps=3)
 
 
 @pytest.mark.ranks
-def test_lora_leaves_as_a_peft_folder_and_begins_another_run(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_lora_leaves_as_a_peft_folder_and_begins_another_run(prepared, tmp_path) -> None:
     """The run's own export is the command's. A run that begins with the adapters has their settings."""
     run, hf = tmp_path / "run", prepared["hf"]
     export = ("--checkpoint.export_hf", "last", "--parallel.tp", "2")
-    done = train(prepared, run, *LORA, *export, ranks=2, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(prepared, run, *LORA, *export, ranks=2, steps=3)
     folder = export_dir_path(run, 3)
     export_adapter(run, hf, tmp_path / "adapter")
     exported = load_file(folder / ADAPTER_FILE)
@@ -349,16 +340,14 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(
 
     begun = tmp_path / "begun"
     start = ("--lora.adapter", str(tmp_path / "weights"), "--optimizer.lr", "0")
-    done = train(prepared, begun, *start, ranks=1, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(prepared, begun, *start, ranks=1, steps=3)
     kept = WeightReader(begun, takes_lora=True)
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
 
     # Main weights in float32 are those of the file, although the parameters are rounded.
     narrow = tmp_path / "narrow"
-    done = train(prepared, narrow, *start, "--dtype", "bfloat16", "--parallel.tp", "2", ranks=2, steps=3)
-    assert done.returncode == 0, done.stderr[-3000:]
+    trained(prepared, narrow, *start, "--dtype", "bfloat16", "--parallel.tp", "2", ranks=2, steps=3)
     main_weights: dict[str, list[float]] = {}
     for file in (step_dir_path(narrow, 3) / "optimizer").glob("*.safetensors"):
         for key, tensor in load_file(file).items():

@@ -14,7 +14,7 @@ import pytest
 
 from data_tools import sample_sizes
 from megatron_vl.config import DataConfig
-from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError
+from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.missing_sizes import write_missing_sizes_alone
 from tests.data.datasets import converted, mixed_records
@@ -64,17 +64,3 @@ def test_workers_of_indexing_end_with_it(dataset: Path, monkeypatch) -> None:
     workers = indexing.children()
     indexing.kill()
     wait_until(lambda: all(map(has_ended, workers)))
-
-
-def test_indexing_says_where_else_to_write_and_writes_once(dataset: Path, capsys) -> None:
-    hf, data = tiny_checkpoint("qwen2_5_vl"), DataConfig(path=str(dataset))
-    sizes = dataset / METADATA_DIR / SIZES_DIR
-    sizes.write_text("in the way")
-    with pytest.raises(LoaderError, match="write them with `megatron-vl data index` where"):
-        write_missing_sizes_alone(data, hf)
-    sizes.unlink()
-    capsys.readouterr()
-    write_missing_sizes_alone(data, hf)
-    assert f"the sizes of the samples of {dataset} are not known" in capsys.readouterr().err
-    write_missing_sizes_alone(data, hf)
-    assert capsys.readouterr().err == ""

@@ -26,12 +26,15 @@ from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.converters.helpers import stack_mtp_experts
 from tests.support.ranks import in_ranks
 from tests.support.tiny_run import metrics, prepare, trainings
-from tests.support.tiny_trainer import differences, load, save, train, trainer_of
+from tests.support.tiny_trainer import save, train, trainer_of
 from tests.tiny import tiny_checkpoint
+from tests.training.test_context_parallel import check_moves
 
 MTP = {"mtp": {"loss": 0.5, "trains": "all"}}
+SP = {"tp": 2, "sequence_parallel": True}
 ROWS = [["image", "short_text"], ["text"], ["text", "words"], ["video"]]
 
 
@@ -142,9 +145,9 @@ def test_layer_is_trained_alone_beside_a_frozen_model(prepared, tmp_path: Path) 
 def test_folder_comes_back_bit_for_bit_from_any_layout(size: str, tmp_path: Path) -> None:
     """With its experts stored apart and in stacks."""
     family, _, style = size.partition(" ")
-    hf = tiny_checkpoint(family)
+    hf = shutil.copytree(tiny_checkpoint(family), tmp_path / "hf")
     if style == "stacked":
-        hf = stacked_copy(hf, tmp_path / "stacked")
+        stack_mtp_experts(hf)
     source = HfCheckpoint(hf, has_mtp=True)
     assert source.carried_names == []
     layout = {"tp": 2, "pp": 2, **({"ep": 2} if style else {})}
@@ -158,57 +161,19 @@ def test_folder_comes_back_bit_for_bit_from_any_layout(size: str, tmp_path: Path
     assert "mtp" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())
 
 
-def stacked_copy(hf: Path, out: Path) -> Path:
-    """The folder with the experts of multi-token prediction in stacks, as Qwen3.6 stores them."""
-    shutil.copytree(hf, out)
-    prefix = "mtp.layers.0.mlp.experts."
-    for file in sorted(out.glob("*.safetensors")):
-        tensors = load_file(file)
-        apart = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-        if apart:
-            stacks = {
-                kind: torch.stack([apart[f"{prefix}{i}.{kind}_proj.weight"] for i in range(len(apart) // 3)])
-                for kind in ("gate", "up", "down")
-            }
-            tensors[prefix + "gate_up_proj"] = torch.cat((stacks["gate"], stacks["up"]), 1)
-            tensors[prefix + "down_proj"] = stacks["down"]
-        save_file(tensors, file, metadata={"format": "pt"})
-    index = out / "model.safetensors.index.json"
-    names = {name: file.name for file in sorted(out.glob("*.safetensors")) for name in load_file(file)}
-    index.write_text(json.dumps(json.loads(index.read_text()) | {"weight_map": names}))
-    return out
-
-
 @in_ranks(2)
 def test_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
     """Weights, master weights and moments, the layer's among them."""
-    hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32)
-    layouts: list[dict[str, Any]] = [
-        {"tp": 2, "sequence_parallel": True},
-        {"pp": 2},
-        {"ep": 2},
-        {"cp": 2},
-        {"tp": 2, "sequence_parallel": True},
-    ]
-    first: dict[str, torch.Tensor] = {}
-    for number, layout in enumerate(layouts):
-        trainer = trainer_of(hf, 128, **layout, **MTP)
-        if number:
-            load(trainer, tmp_path / str(number - 1))
-        else:
-            train(trainer, ROWS, range(2))
-        saved = save(trainer, tmp_path / str(number))
-        first = first or saved
-        assert differences(saved, first) == [], layout
-    if dist.get_rank() == 0:
-        assert sum(name.startswith("mtp.") for name in first) > 60
+    layouts = {"TP2 + SP": SP, "PP2": {"pp": 2}, "EP2": {"ep": 2}, "CP2": {"cp": 2}, "TP2 + SP again": SP}
+    saved = check_moves(tiny_checkpoint("qwen3_5_moe", dtype=torch.float32), tmp_path, layouts, **MTP)
+    assert dist.get_rank() or sum(name.startswith("mtp.") for name in saved) > 60
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
         ("qwen3_5", {"pp": 2}),
-        ("qwen3_5_moe", {"tp": 2, "sequence_parallel": True}),
+        ("qwen3_5_moe", SP),
         ("qwen3_5_moe", {"ep": 2}),
     ],
 )

@@ -98,9 +98,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("written", [UNSHARDED, Sharding(2), Sharding(4)], ids=str)
 @pytest.mark.parametrize("cut", [UNSHARDED, Sharding(2), Sharding(4)], ids=str)
-def test_any_range_under_any_cut_is_that_of_the_full_tensor(
-    tmp_path: Path, written: Sharding, cut: Sharding
-) -> None:
+def test_any_range_under_any_cut_is_that_of_the_full_tensor(tmp_path, written, cut) -> None:
     reader = OptimizerStateReader(tmp_path / "o", saved(tmp_path / "o", written), written)
     for info in INFOS:
         for kind in STATE_KINDS:

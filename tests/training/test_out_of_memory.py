@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -49,48 +50,32 @@ def test_message_gives_torchs_text_the_estimate_and_the_page() -> None:
     assert said.endswith("docs/pipelines.md says how to lower it: recompute, offload, more stages")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        OSError(errno.ENOMEM, "Cannot allocate memory"),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"
-        ),
-    ],
-)
-def test_lack_of_host_memory_is_named(error: Exception) -> None:
-    said = message_of(error)
-    assert (
-        said.startswith("out of host memory (")
-        and "this process holds" in said
-        and "data.num_workers" in said
-    )
-
-
 KILLED = RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")
 WRAPPED = RuntimeError("backward failed")
 WRAPPED.__cause__ = KILLED
+NO_HOST_MEMORY = r"out of host memory \(.*this process holds.*data.num_workers"
 
 
 @pytest.mark.parametrize(
-    ("error", "text"),
+    ("error", "message"),
     [
-        (KILLED, "a process of the loader (4711) was killed from outside. "),
-        (WRAPPED, "a process of the loader (4711) was killed from outside. "),
+        (MemoryError(), NO_HOST_MEMORY),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), NO_HOST_MEMORY),
         (
-            RuntimeError("DataLoader worker (pid(s) 4711, 12) exited unexpectedly"),
-            "a process of the loader (4711, 12) was killed from outside. ",
+            RuntimeError("[enforce fail at alloc_cpu.cpp:124] can't allocate memory: you tried"),
+            NO_HOST_MEMORY,
         ),
+        # torch raises its error wherever the main thread is, and others may wrap it.
+        (KILLED, r"a process of the loader \(4711\) was killed from outside\. "),
+        (WRAPPED, r"a process of the loader \(4711\) was killed from outside\. "),
         (
             RuntimeError("DataLoader worker (pid 4711) is killed by signal: Segmentation fault. "),
-            "a process of the loader (4711) was ended by a signal: Segmentation fault. A media file",
+            r"a process of the loader \(4711\) was ended by a signal: Segmentation fault\. A media file",
         ),
     ],
 )
-def test_lost_process_of_the_loader_is_named(error: Exception, text: str) -> None:
-    """torch raises its error wherever the main thread is, and others may wrap it."""
-    assert message_of(error).startswith(text)
+def test_lack_of_host_memory_and_lost_processes_are_named(error: Exception, message: str) -> None:
+    assert re.match(message, message_of(error))
 
 
 def test_other_errors_stay_what_they_are() -> None:

@@ -23,7 +23,7 @@ from megatron_vl.training.state.resume import field_change_notes, recorded_field
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
 from tests.support.ranks import call
-from tests.support.tiny_run import metrics, options_of, prepare, train, what_trainings_say
+from tests.support.tiny_run import metrics, options_of, prepare, trained, what_trainings_say
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
 from toolkit.cli import main
@@ -43,9 +43,7 @@ def rows(run: Path) -> list[tuple[int, Any]]:
     return [(line["step"], line["rows"]) for line in metrics(run, "samples.jsonl")]
 
 
-def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(prepared, tmp_path) -> None:
     """An earlier start has left something in its way. The later start trains for longer, and says so."""
     run = tmp_path / "run"
     keep = ["--checkpoint.keep", "1", "--optimizer.warmup_steps", "0"]
@@ -68,7 +66,7 @@ def recorded(hf: Path, *options: str) -> tuple[TrainConfig, dict[str, Any]]:
 
 def test_resumed_run_names_changed_fields(tiny_checkpoint) -> None:
     hf = tiny_checkpoint("qwen2_5_vl")
-    saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")[1]
+    config, saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")
     assert field_change_notes(saved, saved) == []
 
     changed = ["--seed", "1", "--optimizer.weight_decay", "0", "--model.freeze_vision", "true"]
@@ -78,15 +76,11 @@ def test_resumed_run_names_changed_fields(tiny_checkpoint) -> None:
         " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8",
     ]
 
-
-def test_resumed_run_names_yarn_that_an_older_checkpoint_did_not_have(tiny_checkpoint) -> None:
-    hf = tiny_checkpoint("qwen2_5_vl")
-    config, saved = recorded(hf, "--steps", "4")
+    # YaRN, which an older checkpoint did not record.
     del saved["model.rope_scaling"]
-    assert field_change_notes(recorded(hf, "--steps", "4")[1], saved) == []
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     [note] = field_change_notes(recorded_fields(config, read_spec(hf, yarn), {}), saved)
-    assert note == f"fields have changed since the checkpoint: model.rope_scaling was None, is {yarn}"
+    assert f"model.rope_scaling was None, is {yarn}" in note
 
 
 def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -> None:
@@ -118,9 +112,7 @@ def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -
     assert "model.moe_aux_loss was 0.01, is 0.0" in notes_text(experts, loss, "")
 
 
-def test_damaged_checkpoint_is_reported_with_the_last_whole_one(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_is_reported_with_the_last_whole_one(prepared, tmp_path) -> None:
     run = tmp_path / "run"
     trainings(prepared, (run, []))
     for name in ("weights/manifest.json", "run.json", "optimizer/rank_00000.safetensors"):
@@ -177,9 +169,7 @@ def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path
     assert "model.checkpoint" in anew and "does not exist" in anew
 
 
-def test_checkpoint_of_another_model_is_refused(
-    prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
-) -> None:
+def test_checkpoint_of_another_model_is_refused(prepared, tmp_path, tiny_checkpoint) -> None:
     run = tmp_path / "run"
     trainings(prepared, (run, ["--stop_after", "2"]))
     other = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)  # not tied
@@ -229,7 +219,7 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     """Starts two replicas, then one alone, then another data set, whose samples are counted anew."""
     run = tmp_path / "run"
     options = [*QUICK, *DROPPING, "--optimizer.warmup_steps", "1"]
-    assert train(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2).returncode == 0
+    trained(prepared, run, *options, "--log.interval", "1", ranks=2, steps=2)
     two = dropped(run, 2)
     assert saved_counts(run, 1) == dropped(run, 1) and saved_counts(run, 2) == two
 
@@ -266,9 +256,7 @@ def train_beside_an_older_folder(words: list[str], seen: int) -> str:
     return what_trainings_say([words])[0]
 
 
-def test_finished_run_ends_well_where_a_rank_sees_the_folder_late(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_finished_run_ends_well_where_a_rank_sees_the_folder_late(prepared, tmp_path) -> None:
     """The last checkpoint and latest.json need not be seen together on all nodes."""
     words = options_of(prepared, tmp_path / "run", *QUICK, steps=4)
     said = call(train_beside_an_older_folder, ranks=2, words=words, seen=2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support.tiny_run import LAYOUT, metrics, train
+from tests.support.tiny_run import LAYOUT, metrics, trained
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.demo.reference import DemoReference
 
@@ -23,8 +23,7 @@ def whole(prepared: dict[str, Path]) -> Path:
     """An undisturbed run of six steps."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "1", "--checkpoint.keep", "1", "--checkpoint.keep_every", "4"]
-    done = train(prepared, run, *LAYOUT, *saves)
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, run, *LAYOUT, *saves)
     return run
 
 
@@ -52,8 +51,7 @@ EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 def evaluated(prepared: dict[str, Path]) -> Path:
     """The run of ``whole``, with evaluations."""
     run = prepared["folder"] / "evaluated"
-    done = train(prepared, run, *LAYOUT, *EVALUATION)
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, run, *LAYOUT, *EVALUATION)
     return run
 
 
@@ -68,18 +66,14 @@ def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> N
     assert all(torch.equal(a.read_shard(name), b.read_shard(name)) for name in a.tensor_names())
 
 
-def test_validation_is_that_of_transformers_in_every_layout(
-    prepared: dict[str, Path], evaluated: Path
-) -> None:
+def test_validation_is_that_of_transformers_in_every_layout(prepared, evaluated) -> None:
     """Compares the loss over the rows' samples on four ranks (TP and PP) and two (DP and CP)."""
     run = prepared["folder"] / "evaluated_dp2"
     still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
-    done = train(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
     shared = prepared["folder"] / "evaluated_cp2"
     context = ["--parallel.cp", "2"]
-    done = train(prepared, shared, *EVALUATION, *still, *context, ranks=2, steps=1)
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, shared, *EVALUATION, *still, *context, ranks=2, steps=1)
     ours = [metrics(evaluated, "eval.jsonl")[0], *metrics(run, "eval.jsonl"), *metrics(shared, "eval.jsonl")]
     assert [line["step"] for line in ours] == [0, 0, 1, 0, 1]
 
@@ -113,9 +107,8 @@ def resumed(prepared: dict[str, Path]) -> Path:
     """The run of ``whole``, stopped after three steps and started again."""
     run = prepared["folder"] / "resumed"
     for options in (["--stop_after", "3"], []):
-        done = train(prepared, run, *LAYOUT, *options)
-        assert done.returncode == 0, done.stderr[-4000:]
-    assert "resumed at step 3" in done.stdout and "nothing to do" not in done.stdout
+        printed = trained(prepared, run, *LAYOUT, *options)
+    assert "resumed at step 3" in printed and "nothing to do" not in printed
     return run
 
 
@@ -133,9 +126,8 @@ def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, P
     """The run was begun with a split of its own. Without it, it goes on bit for bit."""
 
     def start(run: str, *options: str) -> str:
-        done = train(prepared, tmp_path / run, "--parallel.pp", "2", *options, ranks=2, steps=4)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return done.stdout
+        printed = trained(prepared, tmp_path / run, "--parallel.pp", "2", *options, ranks=2, steps=4)
+        return printed
 
     uneven = ["--parallel.layers", "[3,1]"]
     start("whole", *uneven)
@@ -162,15 +154,12 @@ ELSEWHERE: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_another_layout_goes_on_where_the_run_stopped(
-    prepared: dict[str, Path], resumed: Path, whole: Path, evaluated: Path, name: str
-) -> None:
+def test_another_layout_goes_on_where_the_run_stopped(prepared, resumed, whole, evaluated, name: str) -> None:
     """The same samples, losses within 1e-6, and the same validation with the tower on every rank."""
     ranks, options = ELSEWHERE[name]
     run = prepared["folder"] / f"elastic_{name}"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    done = train(prepared, run, *options, ranks=ranks)
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, run, *options, ranks=ranks)
     lines = metrics(run)
     assert [line["step"] for line in lines] == [4, 5, 6]
     for ours, theirs in zip(lines, metrics(whole)[3:], strict=True):
@@ -186,9 +175,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
     "victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"]
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_damaged_checkpoint_is_refused_by_name(
-    prepared: dict[str, Path], resumed: Path, victim: str, damage: str
-) -> None:
+def test_damaged_checkpoint_is_refused_by_name(prepared, resumed, victim: str, damage: str) -> None:
     """What resume reads is verified against its hash; one flipped bit is enough."""
     source = resumed / "step_00000003"
     broken = prepared["folder"] / "broken" / f"{Path(victim).name}_{damage}"

@@ -10,7 +10,7 @@ import torch
 
 from converters.convert import convert_weights, export_weights
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support.tiny_run import metrics, prepare, train
+from tests.support.tiny_run import metrics, prepare, trained
 from toolkit.checkpoint.contents import verify_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -31,10 +31,9 @@ def whole(prepared: dict[str, Path]) -> Path:
     every third step."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "3", "--checkpoint.keep", "0"]
-    done = train(prepared, run, *LAYOUT, *saves, "--model.moe_aux_loss", "0.01", ranks=2)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "x ep 2" in done.stdout
-    assert "load-balancing loss of the experts: coefficient 0.01 (model.moe_aux_loss)" in done.stdout
+    printed = trained(prepared, run, *LAYOUT, *saves, "--model.moe_aux_loss", "0.01", ranks=2)
+    assert "x ep 2" in printed
+    assert "load-balancing loss of the experts: coefficient 0.01 (model.moe_aux_loss)" in printed
     return run
 
 
@@ -46,15 +45,12 @@ def test_busiest_expert_is_in_the_log(whole: Path) -> None:
     assert all(1.0 <= line["expert_rank_load"] <= 2.0 for line in lines)  # two ranks
 
 
-def test_another_layout_goes_on_where_the_run_stopped(
-    prepared: dict[str, Path], whole: Path, tmp_path: Path
-) -> None:
+def test_another_layout_goes_on_where_the_run_stopped(prepared, whole, tmp_path) -> None:
     """Saved with half of the experts on each of two ranks; four ranks that also cut them give the same
     samples and losses within 1e-6."""
     options = "--parallel.tp 2 --parallel.sequence_parallel true --parallel.ep 2 --parallel.etp 2".split()
     shutil.copytree(whole / "step_00000003", tmp_path / "step_00000003")
-    done = train(prepared, tmp_path, *options, "--model.moe_aux_loss", "0.01")
-    assert done.returncode == 0, done.stderr[-4000:]
+    trained(prepared, tmp_path, *options, "--model.moe_aux_loss", "0.01")
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [4, 5, 6]
     for ours, theirs in zip(lines, metrics(whole)[3:], strict=True):
@@ -67,9 +63,7 @@ def test_another_layout_goes_on_where_the_run_stopped(
         assert (a.read_shard(name) - b.read_shard(name)).norm() <= 1e-4 * b.read_shard(name).norm(), name
 
 
-def test_exported_checkpoint_has_the_trained_experts(
-    prepared: dict[str, Path], whole: Path, tmp_path: Path
-) -> None:
+def test_exported_checkpoint_has_the_trained_experts(prepared, whole, tmp_path) -> None:
     assert verify_checkpoint(whole / "step_00000006") == []
     export_weights(whole, prepared["hf"], tmp_path / "hf")
     convert_weights(tmp_path / "hf", tmp_path / "back")

@@ -8,20 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_vl.training.state import optimizer_state as state_files
 from megatron_vl.training.state.host_copies import HostBlocks, HostCopies
 from megatron_vl.training.state.save import CheckpointSaver, take_snapshot
 from tests.support.ranks import in_ranks
-from tests.support.tiny_trainer import TinyTrainer, load, optimizer_state, tiny_trainer
+from tests.support.tiny_trainer import load, state_of, tiny_trainer
 from toolkit.checkpoint.contents import verify_checkpoint
-
-
-def state_of(trainer: TinyTrainer) -> dict[str, Tensor]:
-    weights = {live.tensor_name: live.parameter.detach().clone() for live in trainer.live_tensors}
-    return weights | optimizer_state(trainer)
-
 
 CHUNKS = {"dtype": "bfloat16", "moments_dtype": "bfloat16", "offload_fraction": 0.4}
 

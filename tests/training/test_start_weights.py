@@ -21,7 +21,7 @@ from megatron_vl.training.start_weights import check_start_weights
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.fp8_folders import fp8_folder
-from tests.support.tiny_run import metrics, train
+from tests.support.tiny_run import metrics, trained
 from tests.tiny import TINY_FAMILIES, tiny_checkpoint
 
 
@@ -60,15 +60,13 @@ def test_weights_of_another_model_are_refused(tmp_path) -> None:
 def test_run_trains_as_from_converted_weights(prepared, tmp_path, layout: str) -> None:
     for name, start in (("hf", ""), ("converted", str(prepared["weights"]))):
         words = [*layout.split(), "--model.checkpoint", start]
-        done = train(prepared, tmp_path / name, *words, ranks=2, steps=3)
-        assert done.returncode == 0, done.stderr
+        trained(prepared, tmp_path / name, *words, ranks=2, steps=3)
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("hf", "converted")]
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
     if "lora" in layout:  # the base is the same model, wherever it was read
         words = [*layout.split(), "--model.checkpoint", ""]
-        done = train(prepared, tmp_path / "converted", *words, ranks=2, steps=4)
-        assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr
+        assert "resumed at step 3" in trained(prepared, tmp_path / "converted", *words, ranks=2, steps=4)
 
 
 @pytest.mark.ranks
@@ -100,13 +98,12 @@ def test_added_tokens_of_a_fp8_folder_train(tmp_path) -> None:
     index_datasets(DataConfig(path=str(tmp_path / "data")), read_spec(hf), hf)
     prepared = {"folder": tmp_path, "hf": hf, "weights": "", "data": tmp_path / "data"}
     words = ["--parallel.tp", "2", "--optimizer.weight_decay", "0", "--optimizer.warmup_steps", "0"]
-    done = train(prepared, tmp_path / "run", *words, ranks=2, steps=2)
-    assert done.returncode == 0, done.stderr
-    assert "rounded once to bfloat16" in done.stdout
-    start, trained = HfCheckpoint(hf), WeightReader(tmp_path / "run")
+    printed = trained(prepared, tmp_path / "run", *words, ranks=2, steps=2)
+    assert "rounded once to bfloat16" in printed
+    start, after = HfCheckpoint(hf), WeightReader(tmp_path / "run")
     name = "embedding.word_embeddings.weight"
     (name,) = [n for n in start.tensor_infos if n.endswith(name)]
-    is_moved = (start.read_shard(name).float() != trained.read_shard(name).float()).any(1)
+    is_moved = (start.read_shard(name).float() != after.read_shard(name).float()).any(1)
     tokenizer, _ = load_tokenizer(hf)
     moved = {tokenizer.convert_ids_to_tokens(i) for i in is_moved.nonzero().flatten().tolist()}
     assert moved & set(tokens) and moved & set(tokens) <= set(used)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.config import DataConfig, EvalConfig, ModelConfig, RunConfigError, TrainConfig
+from megatron_vl.config import DataConfig, RunConfigError, parse_config
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.spec.families import ModelSpec, read_spec
@@ -78,22 +78,14 @@ def test_rows_of_any_length(spec: ModelSpec, seq_len: int) -> None:
         assert row.seq_len == seq_len and row.loss_mask.any() and bool(row.num_images) == ("images" in path)
 
 
-@pytest.mark.parametrize(
-    ("path", "interval", "told"),
-    [
-        ("synthetic:movies", 0, "random rows are synthetic:images or synthetic:text"),
-        ("synthetic:text", 5, "eval.interval 5 needs a data set"),
-    ],
-)
-def test_what_random_rows_cannot_do_is_refused(path: str, interval: int, told: str) -> None:
-    config = TrainConfig(
-        model=ModelConfig(hf="tests/hf_configs/Qwen3-VL-2B-Instruct.json"),
-        data=DataConfig(path=path),
-        eval=EvalConfig(interval=interval),
-        platform="cpu",
-    )
-    with pytest.raises(RunConfigError, match=told):
-        resolve_run(config, 1)
+def test_what_random_rows_cannot_do_is_refused() -> None:
+    model = ["--model.hf", "tests/hf_configs/Qwen3-VL-2B-Instruct.json", "--platform", "cpu", "--data.path"]
+    for more, message in (
+        (["synthetic:movies"], "random rows are synthetic:images or synthetic:text"),
+        (["synthetic:text", "--eval.interval", "5"], "eval.interval 5 needs a data set"),
+    ):
+        with pytest.raises(RunConfigError, match=message):
+            resolve_run(parse_config([*model, *more]), 1)
 
 
 @pytest.mark.ranks

@@ -16,8 +16,7 @@ from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_templ
 from megatron_vl.data.sample.pixel_settings import media_limits_note
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
-from megatron_vl.training.state.export_hf import HfExporter
-from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.trained_media import exported_media
 from tests.security.payload import edit
@@ -128,15 +127,6 @@ def test_damaged_run_json_is_refused(hf: Path, step: Path, tmp_path: Path, damag
     assert exported_media(tmp_path / "out") == {}
 
 
-@pytest.mark.slow
-def test_an_export_of_a_running_training_says_it_too(hf: Path, step: Path, capfd) -> None:
-    exporter = HfExporter(step.parent, hf, 4, 4)
-    exporter.enqueue_export(SavedCheckpoint(step, 4))
-    exporter.wait_for_exports(lambda: False)
-    assert facts(step.parent / "hf" / step.name)["media"] == TRAINED
-    assert "NOTE: training saw media with" in capfd.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("changes", "trained", "named"),
     [
@@ -156,10 +146,3 @@ def test_what_is_noted(hf: Path, changes: dict, trained: dict, named: str) -> No
     edit(hf / "preprocessor_config.json", **changes)
     note = media_limits_note(hf, trained)
     assert named in note and bool(named) == bool(note)
-
-
-def test_videos_have_a_processor_config_of_their_own(tmp_path: Path) -> None:
-    shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
-    edit(tmp_path / "hf" / "video_preprocessor_config.json", max_frames=768)
-    note = media_limits_note(tmp_path / "hf", {"video_max_frames": 32})
-    assert "video_max_frames 32 (processor config: 768)" in note

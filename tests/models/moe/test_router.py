@@ -5,63 +5,56 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig
+from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.estimate.split import run_layout
+from megatron_vl.models.moe.router import expert_load
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.weights.weight_reader import WeightReader
-from tests.models.programs import gradients_of_cases
-from tests.support.ranks import call
+from tests.support.ranks import in_ranks
+from tests.support.tiny_trainer import run_passes, trainer_of
+from tests.tiny import tiny_checkpoint
+from toolkit.parity.case import draw_samples
+from toolkit.parity.reference import hf_inputs, load_hf_for_training, write_canonical
+from toolkit.parity.worker import gradient_errors
 
-KINDS = ["mixed", "text", "video", "image"]
+ROWS = [["mixed"], ["text"], ["video"], ["image"]]
 """One sample per row, of four lengths, so the tails have four lengths too."""
 SEQ_LEN = 256
 COEFFICIENT = 0.3
 """Large, so that its gradient is a good part of the router's gradient."""
-
-
-LAYOUTS = ["TP2 + SP", "TP2 + SP, ETP2", "EP2", "full recompute", "CP2", "CP2, EP2"]
-
-
-def gradients(cases: dict[str, dict], ranks: int, out: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Full gradients (and the experts' load) of named cases, all in one process group."""
-    call(gradients_of_cases, ranks, cases=cases, out=str(out))
-    return torch.load(out, weights_only=True)
-
-
-@pytest.fixture(scope="module")
-def one_layer(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, str]:
-    """A model with one decoder layer: its load-balancing loss is that of ``transformers``."""
-    from converters.convert import convert_weights
-
-    hf = tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32, layers=1, deepstack_layers=(1,))
-    weights = tmp_path_factory.mktemp("moe") / "full"
-    convert_weights(hf, weights)
-    return {"hf": str(hf), "weights": str(weights)}
+ROUTER = "language_model.decoder.layers.0.mlp.router.weight"
+SP = {"tp": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "DP2": {},
+    "TP2 + SP": SP,
+    "TP2 + SP, ETP2": SP | {"etp": 2},
+    "EP2": {"ep": 2},
+    "full recompute": {"ep": 2, "recompute": {"language": "full"}},
+    "CP2": {"cp": 2},
+    "CP2, EP2": {"cp": 2, "ep": 2},
+}
 
 
 @pytest.fixture(scope="module")
-def reference(one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """``transformers``: mean loss over all loss tokens, and each sample's load-balancing loss by its
-    share of tokens.
+def reference(tmp_path_factory) -> tuple[Path, Path, list[int]]:
+    """(model of one decoder layer, folder with gradients, tokens of each expert) of ``transformers``.
 
-    The latter comes from a row padded like ours, with an attention mask that leaves out its tail.
+    The loss is the mean over all loss tokens, and each sample's load-balancing loss by its share of tokens.
+    The latter comes from a row padded like ours, with an attention mask that leaves out its tail. With one
+    layer, it is that of ``transformers``.
     """
-    import torch.nn.functional as F
-    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
-
-    from megatron_vl.data.sample.pixel_settings import read_pixel_norm
-    from toolkit.parity.random_samples import make_sample
-    from toolkit.parity.reference import hf_inputs, load_hf_for_training, write_canonical
-
-    hf, folder = one_layer["hf"], tmp_path_factory.mktemp("reference") / "gradients"
-    spec, norm = read_spec(hf), read_pixel_norm(hf)
-    model = load_hf_for_training(hf)
-    samples = [make_sample(kind, spec, seed=i) for i, kind in enumerate(KINDS)]
+    hf = tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32, layers=1, deepstack_layers=(1,))
+    spec, norm, model = read_spec(hf), read_pixel_norm(hf), load_hf_for_training(hf)
+    moe, load = spec.language.moe, torch.zeros(spec.language.moe.num_experts, dtype=torch.long)
+    samples = [sample for [sample] in draw_samples(ROWS, spec, 0)]
     loss_tokens, tokens = sum(int(s.loss_mask[1:].sum()) for s in samples), sum(len(s) for s in samples)
     for sample in samples:
         out = model(**hf_inputs([sample], spec, norm), use_cache=False, output_router_logits=True)
@@ -70,63 +63,36 @@ def reference(one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactor
         tail = SEQ_LEN - len(sample)
         mask = torch.tensor([[1] * len(sample) + [0] * tail])
         logits = tuple(F.pad(layer, (0, 0, 0, tail), value=3.0) for layer in out.router_logits)
-        balance = load_balancing_loss_func(
-            logits, spec.language.moe.num_experts, spec.language.moe.top_k, mask
-        )
+        balance = load_balancing_loss_func(logits, moe.num_experts, moe.top_k, mask)
         (loss + COEFFICIENT * balance * len(sample) / tokens).backward()
+        [layer_logits] = out.router_logits
+        load += layer_logits.topk(moe.top_k, -1).indices.flatten().bincount(minlength=moe.num_experts)
 
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    write_canonical(gradients, hf, folder)
-    weight_reader = WeightReader(folder)
-    return {name: weight_reader.read_shard(name) for name in weight_reader.tensor_names()}
+    folder = tmp_path_factory.mktemp("reference")
+    write_canonical(gradients, hf, folder / "gradients")
+    return hf, folder, load.tolist()
 
 
-@pytest.fixture(scope="module")
-def measured(
-    one_layer: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, torch.Tensor]]:
-    common = {**one_layer, "steps": [[[kind] for kind in KINDS]], "seq_len": SEQ_LEN, "aux_loss": COEFFICIENT}
-    cases = {
-        "TP2 + SP": common | {"tp": 2, "sequence_parallel": True},
-        "TP2 + SP, ETP2": common | {"tp": 2, "sequence_parallel": True, "etp": 2},
-        "DP2": common,
-        "CP2": common | {"cp": 2},
-        "CP2, EP2": common | {"cp": 2, "ep": 2},
-        "EP2": common | {"ep": 2},
-        "full recompute": common | {"ep": 2, "recompute": {"language": "full"}},
-        "off": common | {"ep": 2, "aux_loss": 0.0},
-    }
-    return gradients(cases, 2, tmp_path_factory.mktemp("gradients") / "out.pt")
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("layout", [*LAYOUTS, "DP2"])
-def test_balancing_loss_of_one_layer_is_that_of_transformers(reference, measured, layout: str) -> None:
-    """Of four rows with tails, two ranks have two each, or half of each; the scale must not
-    depend on that."""
-    want, ours = reference, measured[layout]
-    without = measured["off"]
-    router = "language_model.decoder.layers.0.mlp.router.weight"
-    assert (want[router] - without[router]).norm() > 0.1 * want[router].norm()  # the loss does something
-    for name, gradient in want.items():
-        assert (ours[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
-
-
-@pytest.mark.ranks
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> None:
-    """Padding is not counted, wherever it is: a rank's whole half of the shortest rows
-    with sequence parallelism."""
-    from toolkit.parity.random_samples import make_sample
+@in_ranks(2)
+def test_balancing_loss_of_one_layer_is_that_of_transformers(reference, layout: str) -> None:
+    """Of four rows with tails, two ranks have two each, or half of each; the scale must not depend on that.
 
-    spec = read_spec(one_layer["hf"])
-    moe = spec.language.moe
-    load = measured[layout]["load"]
-    lengths = [len(make_sample(kind, spec, seed=i)) for i, kind in enumerate(KINDS)]
-    assert min(lengths) <= SEQ_LEN // 2 and max(lengths) < SEQ_LEN
-    assert load.shape == (1, moe.num_experts)
-    assert int(load.sum()) == sum(lengths) * moe.top_k
-    assert torch.equal(load, measured["DP2"]["load"])
+    Every real token is counted once, and padding is not, wherever it is: with sequence parallelism, it is a
+    rank's whole half of the shortest rows.
+    """
+    hf, folder, load = reference
+    trainer = trainer_of(hf, SEQ_LEN, optimizer=False, aux_loss=COEFFICIENT, **LAYOUTS[layout])
+    run_passes(trainer, ROWS)
+    errors = gradient_errors(trainer, folder)
+    assert len(errors) > 30 and max(errors.values()) <= 1e-4, errors
+    counts = expert_load(trainer.model_chunks, 1, len(load), trainer.platform.device)
+    assert counts.tolist() == [load]
+    if layout == "DP2":  # the loss does something
+        trainer = trainer_of(hf, SEQ_LEN, optimizer=False, aux_loss=0.0)
+        run_passes(trainer, ROWS)
+        assert gradient_errors(trainer, folder)[ROUTER] > 0.1
 
 
 @pytest.mark.parametrize(
@@ -141,9 +107,7 @@ def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> N
     ],
 )
 @pytest.mark.parametrize("section", ["text_config", None])
-def test_balancing_loss_follows_the_config(
-    tiny_checkpoint, asked: dict, fields: dict, coefficient: float, reason: str, section: str | None
-) -> None:
+def test_balancing_loss_follows_the_config(asked, fields, coefficient: float, reason: str, section) -> None:
     from megatron_vl.models.build import aux_loss
 
     config = json.loads((tiny_checkpoint("qwen3_vl_moe") / "config.json").read_text())
@@ -157,7 +121,7 @@ def test_balancing_loss_follows_the_config(
     assert spec.language == read_spec(tiny_checkpoint("qwen3_vl_moe")).language
 
 
-def test_tensor_parallel_without_sequence_parallel_is_refused(tiny_checkpoint) -> None:
+def test_tensor_parallel_without_sequence_parallel_is_refused() -> None:
     spec = read_spec(tiny_checkpoint("qwen3_vl_moe"))
     with pytest.raises(LayoutError, match=r"parallel\.tp=2 with experts needs parallel\.sequence_parallel"):
         run_layout(TrainConfig(parallel=ParallelConfig(tp=2)), spec, 2)
