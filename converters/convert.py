@@ -459,11 +459,7 @@ def _check_same_model(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> 
 def _check_padding(
     source: WeightReader | MergedWeights, hf_checkpoint: HfCheckpoint, worker_count: int
 ) -> None:
-    """Checks that padding is zero. Otherwise, it would be lost, and the exported model would be another one.
-
-    Raises:
-        WeightsError: the padding of a tensor is not zero.
-    """
+    """Raises WeightsError if padding is not zero: it would be lost, and the export be another model."""
 
     def check(rule: ConversionRule) -> None:
         for padding_region in rule.padding:
@@ -555,30 +551,20 @@ def export_adapter(
 
 
 def convert_adapter(
-    adapter: str | Path,
-    hf: str | Path,
-    out: str | Path,
-    layout: dict | None = None,
-    *,
-    workers: int = 0,
-    force: bool = False,
+    adapter: str | Path, hf: str | Path, out: str | Path, layout: dict | None = None
 ) -> WeightsReport:
     """Converts a PEFT folder to Megatron weights that hold LoRA's factors only.
 
     Args:
         adapter: the PEFT folder.
-        hf: the Hugging Face folder of the model that it belongs to, or its config.json. If there are weights
-            and the adapter names those that it was trained on, the two are compared.
-        layout, workers, force: as in :func:`convert_weights`.
+        hf: the Hugging Face folder of the model that it belongs to, or its config.json.
+        layout: as in :func:`convert_weights`.
 
     Raises:
-        The errors of :class:`PeftAdapters` and :func:`convert_weights`, and WeightsError if the adapter was
-        trained on other weights.
+        The errors of :class:`PeftAdapters` and :func:`convert_weights`.
     """
     source = PeftAdapters(adapter, read_spec(hf))
-    if source.lora_base.digest and any(Path(hf).glob("*.safetensors")):
-        _check_base(source, HfCheckpoint(hf))
     facts = exported_facts(Path(hf)) | exported_facts(source.path)
     origin = {"hf": Path(hf).resolve().name, **facts, **source.lora_base.entry()}
     input_dirs = [Path(adapter), Path(hf)]
-    return _write_weights(source, input_dirs, out, layout, "convert", workers, force, origin)
+    return _write_weights(source, input_dirs, out, layout, "convert", 0, False, origin)

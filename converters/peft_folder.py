@@ -336,9 +336,6 @@ class PeftFolder:
         """Name of a matrix -> {value: the entry of ``rank_pattern`` or ``alpha_pattern`` that gives it}.
 
         PEFT takes the first entry that matches, but its files are sorted and do not keep that order.
-
-        Raises:
-            WeightsError: an entry matches no matrix.
         """
         entries_by_name: dict[str, dict[Any, str]] = {}
         for pattern, value in (self.config.get(setting) or {}).items():

@@ -394,15 +394,10 @@ def run(*words: object) -> int:
     return main([str(word) for word in words])
 
 
-def test_commands_convert_and_export_adapters(
-    tmp_path: Path, adapters, capsys: pytest.CaptureFixture
-) -> None:
+def test_command_exports_adapters(tmp_path: Path, adapters, capsys: pytest.CaptureFixture) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     weights = ("--checkpoint", tmp_path / "weights", "--hf", hf)
-    assert (
-        run("convert", "--hf", hf, "--adapter", adapter, "--parallel.tp", 2, "--out", tmp_path / "weights")
-        == 0
-    )
+    convert_adapter(adapter, hf, tmp_path / "weights", {"tp": 2})
     assert run("export", *weights, "--adapter", "--out", tmp_path / "peft") == 0
     assert load_file(tmp_path / "peft" / ADAPTER_FILE).keys() == load_file(adapter / ADAPTER_FILE).keys()
     assert run("export", *weights, "--adapter", "--out", tmp_path / "peft") == 1

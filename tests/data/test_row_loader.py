@@ -511,7 +511,7 @@ def test_index_ends_at_faults_of_the_storage(dataset, tmp_path, monkeypatch, cap
     wanted = stored_sizes(dataset)
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
     away = (folder / "train-000002.tar").rename(tmp_path / "away.tar")
-    words = ["data", "index", "--data", str(folder), "--processor", str(hf()), "--workers"]
+    words = ["data", "index", "--data.path", str(folder), "--model.hf", str(hf()), "--workers"]
     for workers in ("1", "2"):
         assert main([*words, workers]) == 1
         said = capsys.readouterr().err
@@ -670,7 +670,7 @@ def test_index_measures_shards_that_are_no_longer_excluded(dataset, tmp_path, ca
     exclude(folder, "train-000001.tar")
     assert lacking(folder) == [], "sizes of more shards than there are still hold"
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
-    words = ["data", "index", "--processor", str(hf()), "--workers", "1", "--data", str(folder)]
+    words = ["data", "index", "--model.hf", str(hf()), "--workers", "1", "--data.path", str(folder)]
     assert main(words) == 0
     exclude(folder)
     assert lacking(folder) == [folder]
@@ -682,7 +682,7 @@ def test_commands_write_missing_sizes(plain, tmp_path, capsys):
     folder = tmp_path / "set"
     shutil.copytree(plain, folder)
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR, ignore_errors=True)
-    words = ["--data", str(folder), "--processor", str(hf()), "--workers", "1"]
+    words = ["--data.path", str(folder), "--model.hf", str(hf()), "--workers", "1"]
     assert main(["data", "index", *words]) == 0
     assert f"sizes of {COUNT} samples and " in capsys.readouterr().out
     assert main(["data", "index", *words]) == 0
@@ -696,7 +696,7 @@ def test_commands_write_missing_sizes(plain, tmp_path, capsys):
     words = ["--input", str(source / "in.json"), "--media-root", str(source / "media"), "--out", str(out)]
     assert main(["data", "convert", *words, "--workers", "1"]) == 0
     assert lacking(out) == [out]
-    assert main(["data", "show", "--data", str(out), "--processor", str(hf())]) == 0
+    assert main(["data", "show", "--data.path", str(out), "--model.hf", str(hf())]) == 0
     assert lacking(out) == []
 
 
@@ -709,5 +709,5 @@ def test_index_counts_what_the_processors_template_cannot_write(tmp_path, capsys
     words = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path), "--workers", "1"]
     words = ["data", "convert", *words, "--out", str(tmp_path / "out")]
     assert main(words) == 0
-    assert main(["data", "index", "--data", str(tmp_path / "out"), "--processor", str(hf())]) == 0
+    assert main(["data", "index", "--data.path", str(tmp_path / "out"), "--model.hf", str(hf())]) == 0
     assert "2 of them unusable (2 not written by the chat template)" in capsys.readouterr().out

@@ -142,7 +142,7 @@ def test_videos_as_images_reach_the_model(media, tmp_path, capsys):
 
 def inspected(out: Path, index: int, capsys, family: str = "qwen2_5_vl") -> dict:
     capsys.readouterr()
-    run = ["--data", str(out), "--processor", str(tiny_checkpoint(family)), "--data.seq_len", "2048"]
+    run = ["--data.path", str(out), "--model.hf", str(tiny_checkpoint(family)), "--data.seq_len", "2048"]
     assert main(["data", "show", *run, "--sample", f"{index:09d}", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -152,7 +152,7 @@ def test_show_and_summary_name_videos_as_images(media, tmp_path, capsys):
     words = ["--input", str(tmp_path / "in.json"), "--media-root", str(media), "--out", str(tmp_path / "out")]
     assert main(["data", "convert", *words]) == 0
     assert "2 videos without a frame rate: 2 a second are assumed for images" in capsys.readouterr().out
-    run = ["--data", str(tmp_path / "out"), "--processor", str(tiny_checkpoint("qwen2_5_vl"))]
+    run = ["--data.path", str(tmp_path / "out"), "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
     assert main(["data", "show", *run, "--sample", "000000000"]) == 0
     assert "5 frames, 2 a second" in " ".join(capsys.readouterr().out.split())
 

@@ -155,7 +155,7 @@ def test_excluded_samples_are_not_usable(texts, tmp_path):
 
 def test_missing_sizes_name_the_command(tmp_path):
     out, _ = converted(tmp_path, [LONG, LONG])
-    with pytest.raises(SizesError, match=rf"run `megatron-vl data index --data {out} --processor "):
+    with pytest.raises(SizesError, match=rf"run `megatron-vl data index --data.path {out} --model.hf "):
         _statistics(out)
 
 

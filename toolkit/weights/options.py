@@ -68,9 +68,6 @@ class ConvertOptions(WeightOutputOptions, LayoutOptions):
 
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face checkpoint folder (safetensors)."""
-    adapter: Path | None = option(None, metavar="PEFT_DIR", must_exist=True)
-    """Convert this LoRA adapter of --hf, in PEFT's files, instead of the model. lora.adapter of a run takes
-    the result."""
     add_tokens: Path | None = option(None, metavar="FILE", must_exist=True)
     """Write a Hugging Face folder with these tokens more (one in each line) and a row for each token, instead
     of Megatron weights. An empty FILE only makes the number of rows one that parallel.tp divides."""
