@@ -202,17 +202,15 @@ class HfCheckpoint(CanonicalWeights):
         if self.has_tied_output:
             expected_by_name[HF_OUTPUT] = expected_by_name[self.embedding_name]
         for released_name in expected_by_name:
-            if released_name not in self.stored_name_by_released and released_name.startswith(MTP_PREFIX):
-                raise WeightsError(
-                    f"{self.path}: tensor {released_name!r} of multi-token prediction is missing"
-                    " (transformers drops these tensors when it saves a model): take the released folder, or"
-                    " set mtp.loss to 0"
-                )
             if released_name not in self.stored_name_by_released:
-                advice = "; tie_word_embeddings at its top says that it is not the embedding"
+                advice = ""
+                if released_name == HF_OUTPUT:
+                    advice = "; tie_word_embeddings at its top says that it is not the embedding"
+                elif released_name.startswith(MTP_PREFIX):
+                    advice = "; transformers drops it from what it saves: take the released folder, or set"
+                    advice += " mtp.loss to 0"
                 raise WeightsError(
-                    f"{self.path}: tensor {released_name!r} is missing, but config.json requires it"
-                    + advice * (released_name == HF_OUTPUT)
+                    f"{self.path}: tensor {released_name!r} is missing, but config.json requires it{advice}"
                 )
 
         for released_name, stored_name in self.stored_name_by_released.items():

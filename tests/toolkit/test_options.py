@@ -116,12 +116,12 @@ def test_list_is_written_with_commas_or_brackets() -> None:
         ).parallel.layers == [3, 1]
 
 
-def test_options_are_at_most_97() -> None:
+def test_options_are_at_most_91() -> None:
     """`export --fp8` and `convert --add-tokens` ask for forms of weights that no other option does, and
     records that `train` converts may have a validation split."""
     from toolkit.common.options import shown_options
 
-    assert sum(len(shown_options(command.load_options_class())) for command in COMMANDS.values()) <= 97
+    assert sum(len(shown_options(command.load_options_class())) for command in COMMANDS.values()) <= 91
 
 
 def test_options_become_words_again():
