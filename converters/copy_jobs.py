@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 
@@ -111,34 +111,24 @@ def run_copy_tasks(
             advance(chunk.numel() * copy_job.dtype.itemsize)
 
     def run_task(copy_task: CopyTask) -> None:
-        try:
-            if not isinstance(copy_task, CopyJob):
-                copy_task()
-                return
-            job: CopyJob | None = copy_task
-            while job:
-                writer, name = job.tensor_writer, job.tensor_name
-                digest = writer.write_tensor(name, read_chunks(job), hashes=digests is not None)
-                if digests is not None:
-                    digests[writer.path.name, name] = digest
-                job = job.next_job
-        except BaseException:
-            stop_event.set()
-            raise
+        if not isinstance(copy_task, CopyJob):
+            copy_task()
+            return
+        job: CopyJob | None = copy_task
+        while job:
+            writer, name = job.tensor_writer, job.tensor_name
+            digest = writer.write_tensor(name, read_chunks(job), hashes=digests is not None)
+            if digests is not None:
+                digests[writer.path.name, name] = digest
+            job = job.next_job
 
     with ThreadPoolExecutor(max(1, worker_count)) as thread_pool:
         task_futures = [thread_pool.submit(run_task, task) for task in copy_tasks]
         try:
-            wait(task_futures, return_when=FIRST_EXCEPTION)
+            for future in as_completed(task_futures):
+                future.result()
         except BaseException:  # including an interrupt from the keyboard
+            # Their output is removed: running tasks stop at their next region, and no other one starts.
             stop_event.set()
+            thread_pool.shutdown(cancel_futures=True)
             raise
-        finally:
-            # Tasks that have not started must not start: their output is removed.
-            thread_pool.shutdown(wait=True, cancel_futures=True)
-
-    # The other workers stop with an error of their own; only the first failure tells what is wrong.
-    for future in task_futures:
-        error = None if future.cancelled() else future.exception()
-        if error and not isinstance(error, _StoppedError):
-            raise error

@@ -9,7 +9,6 @@ of all families may use either style.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from functools import cached_property, reduce
@@ -26,7 +25,6 @@ from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     WeightsError,
-    read_safetensors_header,
     row_regions,
 )
 
@@ -204,17 +202,15 @@ class HfCheckpoint(CanonicalWeights):
         if self.has_tied_output:
             expected_by_name[HF_OUTPUT] = expected_by_name[self.embedding_name]
         for released_name in expected_by_name:
-            if released_name not in self.stored_name_by_released and released_name.startswith(MTP_PREFIX):
-                raise WeightsError(
-                    f"{self.path}: tensor {released_name!r} of multi-token prediction is missing"
-                    " (transformers drops these tensors when it saves a model): take the released folder, or"
-                    " set mtp.loss to 0"
-                )
             if released_name not in self.stored_name_by_released:
-                advice = "; tie_word_embeddings at its top says that it is not the embedding"
+                advice = ""
+                if released_name == HF_OUTPUT:
+                    advice = "; tie_word_embeddings at its top says that it is not the embedding"
+                elif released_name.startswith(MTP_PREFIX):
+                    advice = "; transformers drops it from what it saves: take the released folder, or set"
+                    advice += " mtp.loss to 0"
                 raise WeightsError(
-                    f"{self.path}: tensor {released_name!r} is missing, but config.json requires it"
-                    + advice * (released_name == HF_OUTPUT)
+                    f"{self.path}: tensor {released_name!r} is missing, but config.json requires it{advice}"
                 )
 
         for released_name, stored_name in self.stored_name_by_released.items():
@@ -232,35 +228,8 @@ class HfCheckpoint(CanonicalWeights):
             self.hf_dtype(released_name)
 
     def rounding_notes(self) -> list[str]:
-        """What was rounded in these weights, or is when they are read."""
-        fp8 = [self.tensor_folder.describe_rounding()] if isinstance(self.tensor_folder, Fp8Folder) else []
-        return [*fp8, *filter(None, [self._rounded_decays()])]
-
-    def _rounded_decays(self) -> str:
-        """A note if the decay rates of linear attention (``A_log``) were rounded; otherwise empty.
-
-        Released Qwen3.5 stores them in float32, like the norm within these layers. Qwen3.6 and 3.8 store them
-        in bfloat16. They are recognised by the ``bos_token_id`` in their text config.
-        """
-        decay_names = [name for name in self.expected_shapes if name.endswith(".linear_attn.A_log")]
-        text_config = self.spec.hf_config.get("text_config") or {}
-        if not decay_names or text_config.get("bos_token_id") is not None:
-            return ""
-
-        rounded_count = 0
-        for name in decay_names:
-            stored_name = self.stored_name_by_released[name]
-            file_name = self.tensor_folder.file_by_tensor[stored_name]
-            decays = self.tensor_folder.reader_by_file[file_name].read_tensor(stored_name).float()
-            rounded_count += torch.equal(decays, decays.bfloat16().float())
-        if not rounded_count:
-            return ""
-        return (
-            f"{self.path}: {rounded_count} of {len(decay_names)} A_log hold only values of bfloat16; released"
-            " Qwen3.5 has them in float32. They were rounded, as transformers does when it loads the model as"
-            " bfloat16 (or auto) and saves it: decays are up to 1.6 % off. Start from the"
-            " released folder if you can"
-        )
+        """What is rounded when these weights are read."""
+        return [self.tensor_folder.describe_rounding()] if isinstance(self.tensor_folder, Fp8Folder) else []
 
     def check_tied_output(self) -> None:
         """Raises WeightsError if a stored tied output layer differs from the embedding in any bit."""
@@ -296,15 +265,6 @@ class HfCheckpoint(CanonicalWeights):
         """The data type of a canonical tensor, which holds the values of all its HF tensors exactly."""
         return reduce(torch.promote_types, map(self.hf_dtype, self.rule_by_name[tensor_name].hf_shapes))
 
-    def fingerprint(self) -> dict[str, str]:
-        """The config, and each file's header, size and modification time, which are known without reading the
-        weights."""
-        config_bytes = (self.path / "config.json").read_bytes()
-        file_facts = {"config.json": hashlib.sha256(config_bytes).hexdigest()}
-        for name in self.tensor_folder.reader_by_file:
-            file_facts[name] = weights_file_facts(self.path / name)
-        return file_facts
-
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """Reads a region of a full canonical tensor as a matrix."""
 
@@ -332,10 +292,3 @@ class HfCheckpoint(CanonicalWeights):
             for block in rule.blocks:
                 blocks_by_hf_name.setdefault(str(block.part_id), []).append(block.inverse_block(rule.name))
         return blocks_by_hf_name
-
-
-def weights_file_facts(weights_path: Path) -> str:
-    """The header, size and modification time of a safetensors file, which change when others write it."""
-    file_stat = weights_path.stat()
-    header_digest = hashlib.sha256(read_safetensors_header(weights_path)).hexdigest()
-    return f"{file_stat.st_size} bytes of {file_stat.st_mtime_ns}, header {header_digest[:16]}"

@@ -6,7 +6,6 @@ too, which has the same rows. ``lora_A`` has the factors of the released matrice
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -31,9 +30,8 @@ from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError, matrix_
 from megatron_vl.weights.trained_media import ROPE_KEY, read_export_facts
 from megatron_vl.weights.weight_reader import WeightReader, read_lora
 
-from .hf_checkpoint import HfCheckpoint, long_tensor_name, weights_file_facts
+from .hf_checkpoint import HfCheckpoint, long_tensor_name
 from .peft_folder import (
-    ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
     KEY_PREFIX,
     PEFT_VERSION,
@@ -173,13 +171,6 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
         """The weights that the adapter was trained on. Only folders that this project exported name them."""
         return recorded_base(read_export_facts(self.path))
 
-    def fingerprint(self) -> dict[str, str]:
-        """The settings, and the weights' header, size and modification time."""
-        return {
-            ADAPTER_CONFIG_FILE: json.dumps(self.config, sort_keys=True),
-            ADAPTER_FILE: weights_file_facts(self.path / ADAPTER_FILE),
-        }
-
 
 def open_lora(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapters:
     """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
@@ -304,9 +295,6 @@ class MergedWeights(CanonicalWeights):
         if tensor_name in self.whole_tensors:
             return self.source.dtype(tensor_name)
         return self.base.dtype(tensor_name)
-
-    def fingerprint(self) -> dict[str, str]:
-        return self.base.fingerprint() | self.source.fingerprint()
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of a full canonical tensor as a matrix."""

@@ -9,16 +9,12 @@ A folder has ``adapter_config.json`` and ``adapter_model.safetensors``. A matrix
 * A is [experts * rank, in], the experts one below another. B is [out, rank * experts], and column
   ``i * experts + e`` belongs to expert ``e``.
 * Up to peft 0.18, the two sides were swapped: A had the outputs, and B the inputs. The shapes tell.
-
-Older adapters have two-dimensional factors for each expert (``mlp.experts.3.gate_proj``). They are stacked as
-PEFT does: gate and up get one A with the rows of both.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -49,8 +45,6 @@ _REFUSED_SETTINGS = (
     *(f"{name}_config" for name in ("arrow", "kasa", "velora", "monteclora")),
 )
 """Settings of PEFT that change what an adapter computes and that are not supported here."""
-_EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""A layer's stacks of experts, and the matrices of one expert that they consist of."""
 _UNCHANGED_BASE_INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the base weights as they are."""
 
@@ -248,7 +242,6 @@ class PeftFolder:
             for wrapper_name in (experts_name, f"{experts_name}.base_layer"):
                 if wrapper_name in modules:
                     factors |= self._stack_factors(experts_name, modules.pop(wrapper_name))
-            factors |= self._separate_experts(experts_name, modules)
 
         for unknown_name in modules:
             raise WeightsError(
@@ -339,68 +332,10 @@ class PeftFolder:
                 " is not 0.19 or later, so it is not known which factor has the inputs"
             )
 
-    def _separate_experts(
-        self, experts_name: str, modules: dict[str, dict[str, Tensor]]
-    ) -> dict[str, MatrixFactors]:
-        """The factors of a layer's stacks from those of each expert, which are taken out of ``modules``."""
-        stacks: dict[str, MatrixFactors] = {}
-        for stack, words in _EXPERT_MATRICES.items():
-            hf_name = f"{experts_name}.{stack}"
-            expert_count, out_features, in_features = released_matrices(self.spec)[hf_name]
-            word_shape = (out_features // len(words), in_features)
-
-            columns: list[list[MatrixFactors]] = []
-            for word in words:
-                expert_names = [f"{experts_name}.{expert}.{word}" for expert in range(expert_count)]
-                given_names = [name for name in expert_names if name in modules]
-                if given_names and given_names != expert_names:
-                    raise WeightsError(
-                        f"{self.path}: only {len(given_names)} of {expert_count} experts of {experts_name!r}"
-                        f" have an adapter of {word}; a stack of experts cannot hold that"
-                    )
-                columns.append(
-                    [self._matrix_factors(name, word_shape, modules.pop(name)) for name in given_names]
-                )
-            if any(columns):
-                stacks[hf_name] = self._join_experts(hf_name, word_shape[0], columns)
-        return stacks
-
-    def _join_experts(
-        self, hf_name: str, word_rows: int, columns: list[list[MatrixFactors]]
-    ) -> MatrixFactors:
-        """Stacks the factors of single experts.
-
-        Args:
-            word_rows: rows of one expert's gate, up or down projection.
-            columns: for gate and up, or for down: the factors of all experts, or none.
-        """
-        given_columns = [column for column in columns if column]
-        alpha = given_columns[0][0].alpha
-        if len({(factors.rank, factors.alpha) for column in given_columns for factors in column}) > 1:
-            raise WeightsError(f"{self.path}: the experts of {hf_name!r} differ in rank or alpha")
-
-        # The factors A of gate and up lie one below the other, and B is zero outside its diagonal blocks.
-        joined_a = torch.cat(
-            [torch.stack([factors.factor_a for factors in column]) for column in given_columns], dim=1
-        )
-        no_factor = torch.empty(word_rows, 0)
-        joined_b = [
-            torch.block_diag(*(column[expert].factor_b if column else no_factor for column in columns))
-            for expert in range(len(given_columns[0]))
-        ]
-
-        # The rank has grown, and the product must be scaled as before.
-        growth = len(given_columns)
-        alpha_growth = math.sqrt(growth) if self.config.get("use_rslora") else growth
-        return MatrixFactors(joined_a, torch.stack(joined_b), alpha * alpha_growth)
-
     def _resolve_patterns(self, setting: str, module_names: Iterable[str]) -> dict[str, dict[Any, str]]:
         """Name of a matrix -> {value: the entry of ``rank_pattern`` or ``alpha_pattern`` that gives it}.
 
         PEFT takes the first entry that matches, but its files are sorted and do not keep that order.
-
-        Raises:
-            WeightsError: an entry matches no matrix.
         """
         entries_by_name: dict[str, dict[Any, str]] = {}
         for pattern, value in (self.config.get(setting) or {}).items():

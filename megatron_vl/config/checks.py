@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from importlib.util import find_spec
@@ -353,21 +352,11 @@ def check_output_dir(field_name: str, output_path: str) -> None:
 
 def check_export_weights(config: TrainConfig) -> None:
     """Raises RunConfigError if exports, which use types of tensors, find no weights in ``model.hf``."""
-    if not (config.checkpoint.export_hf or config.eval.answers):
-        return
-    hf_dir = Path(config.model.hf)
-    index_path = hf_dir / "model.safetensors.index.json"
-    shard_names = {"model.safetensors"}  # a model of one file has no index
-    try:
-        if index_path.is_file():
-            shard_names = set(json.loads(index_path.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunConfigError(f"{index_path} is damaged ({error}); download it again") from error
-    missing_files = sorted(name for name in shard_names if not (hf_dir / name).is_file())
+    is_exported = config.checkpoint.export_hf or config.eval.answers
     _refuse_if(
-        missing_files,
-        f"an export takes names and types of tensors from the weights in model.hf, and {hf_dir} has no"
-        f" {', '.join(missing_files[:1])}; download the whole checkpoint, or set checkpoint.export_hf and"
+        is_exported and not any(Path(config.model.hf).glob("*.safetensors")),
+        f"an export takes names and types of tensors from the weights in model.hf, and {config.model.hf}"
+        " holds none (*.safetensors); download the whole checkpoint, or set checkpoint.export_hf and"
         " eval.answers to 0",
     )
 

@@ -95,9 +95,8 @@ class LoraConfig:
     norm, input_layernorm, lm_head), or by a regular expression for the whole name. merger: all mergers.
     Written like targets."""
     adapter: str = ""
-    """Start from these adapters: a run with LoRA (its latest step), a PEFT folder, or what `megatron-vl
-    convert --adapter` made of one. Their ranks, targets and scales hold; leave out the other fields of lora
-    except dropout. Empty: new adapters."""
+    """Start from these adapters: a run with LoRA (its latest step), or a PEFT folder. Their ranks, targets
+    and scales hold; leave out the other fields of lora except dropout. Empty: new adapters."""
     stated_fields = frozenset[str]()
     """Fields that the user stated beside ``adapter``, defaults included. The parser sets it on its result; it
     is no field of a run, and copies do not have it."""
@@ -207,6 +206,10 @@ class RecomputeConfig:
     ahead of the backward pass. For each layer and each row in flight, 2 x tokens x hidden size bytes move
     from the GPU to the host. Numbers stay the same, so a run may resume with or without it. On CPU it saves
     nothing."""
+
+    def __hash__(self) -> int:
+        # FLOPs are cached, and lists have no hash of their own.
+        return hash(repr(self))
 
     @property
     def selected_modules(self) -> set[str]:

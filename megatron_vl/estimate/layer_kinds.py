@@ -41,9 +41,9 @@ class LayerKind(NamedTuple):
 @functools.cache
 def layer_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[LayerKind, ...]:
     """The kind of each decoder layer."""
-    language, kinds = spec.language, []
+    language, adapters_by_module, kinds = spec.language, _adapters_by_module(spec, lora), []
     for layer in range(language.num_layers):
-        adapters = module_adapters(spec, lora, f"language_model.decoder.layers.{layer}")
+        adapters = adapters_by_module.get(f"language_model.decoder.layers.{layer}", ())
         kinds.append(LayerKind(language.has_experts(layer), language.has_linear_attention(layer), adapters))
     return tuple(kinds)
 
@@ -58,9 +58,9 @@ class BlockKind(NamedTuple):
 @functools.cache
 def block_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[BlockKind, ...]:
     """The kind of each layer of the vision tower."""
-    kinds = []
+    adapters_by_module, kinds = _adapters_by_module(spec, lora), []
     for layer in range(spec.vision.num_layers):
-        adapters = module_adapters(spec, lora, f"vision_model.decoder.layers.{layer}")
+        adapters = adapters_by_module.get(f"vision_model.decoder.layers.{layer}", ())
         kinds.append(BlockKind(spec.vision.is_full_attention(layer), adapters))
     return tuple(kinds)
 
@@ -69,12 +69,7 @@ def block_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[BlockKind, ...]:
 def merger_adapters(spec: ModelSpec, lora: LoraConfig) -> tuple[tuple[MatrixAdapter, ...], ...]:
     """The adapters of the merger and of each merger of DeepStack."""
     names = ["merger", *(f"deepstack_mergers.{level}" for level in range(len(spec.vision.deepstack_layers)))]
-    return tuple(module_adapters(spec, lora, f"vision_model.{name}") for name in names)
-
-
-def module_adapters(spec: ModelSpec, lora: LoraConfig, module_name: str) -> tuple[MatrixAdapter, ...]:
-    """The adapters of a layer or merger with this canonical name."""
-    return _adapters_by_module(spec, lora).get(module_name, ())
+    return tuple(_adapters_by_module(spec, lora).get(f"vision_model.{name}", ()) for name in names)
 
 
 @functools.cache

@@ -6,7 +6,6 @@ Nothing is read: the length of a row and its bound on patches come from the run,
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig, TrainConfig
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops, repeated_flops
@@ -51,10 +50,8 @@ def assumed_rows(config: TrainConfig, spec: ModelSpec) -> RowSizes:
 
 def executed_flops(config: TrainConfig, spec: ModelSpec, rows: RowSizes) -> RowFlops:
     """FLOPs of a row by part, with what is computed twice."""
-    language, vision = config.recompute.language, config.recompute.vision
-    recompute = language, frozenset(config.recompute.selected_modules), vision, tuple(config.recompute.keep)
     is_decoupled = config.vision.placement == "decoupled"
-    return _executed_flops(spec, config.model, config.lora, config.mtp, recompute, rows, is_decoupled)
+    return _executed_flops(spec, config.model, config.lora, config.mtp, config.recompute, rows, is_decoupled)
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,11 +60,9 @@ def _executed_flops(
     model: ModelConfig,
     lora: LoraConfig,
     mtp: MtpConfig,
-    recompute: Any,
+    recompute: RecomputeConfig,
     rows: RowSizes,
     decoupled: bool,
 ) -> RowFlops:
-    language, modules, vision, keep = recompute
-    recompute_config = RecomputeConfig(language, list(modules), vision, list(keep))
     needed = needed_flops(spec, model, lora, rows, mtp)
-    return needed + repeated_flops(spec, model, lora, recompute_config, rows, decoupled)
+    return needed + repeated_flops(spec, model, lora, recompute, rows, decoupled)

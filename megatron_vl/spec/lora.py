@@ -401,9 +401,6 @@ def _matching_names(
 
     Args:
         named_modules: kind and name of each released matrix.
-
-    Raises:
-        RunConfigError: a target matches none of them.
     """
     matching_names: set[str] = set()
     for target in targets:

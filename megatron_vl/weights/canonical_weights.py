@@ -37,10 +37,6 @@ class CanonicalWeights(ABC):
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of the full tensor as a matrix. It may be a view of a file: do not write to it."""
 
-    @abstractmethod
-    def fingerprint(self) -> dict[str, str]:
-        """File -> a fact about it that changes if others write it."""
-
     def verify_tensor(self, tensor_name: str) -> None:  # noqa: B027
         """Raises WeightsError if a tensor is not what was written. Only Megatron weights have hashes."""
 

@@ -29,15 +29,14 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, read_layout
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.lora import trained_table
-from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, TensorInfo
+from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.system import durable_files
 from megatron_vl.system.json_files import check_format_version, manifest_digest
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
-    DTYPE_BY_NAME,
     TensorWriter,
     WeightsError,
     dtype_name,
@@ -295,44 +294,9 @@ def read_manifest(manifest_path: Path) -> dict[str, Any]:
         manifest_path, manifest.get("version"), MANIFEST_VERSION, "convert again", WeightsError
     )
 
-    for field_name in ("kind", "family", "layout", "hf_config", "lora", "tensors", "files", "digest"):
-        if field_name not in manifest:
-            raise WeightsError(f"{manifest_path}: field {field_name!r} is missing")
-
-    if manifest["digest"] != manifest_digest(manifest):
+    if manifest.get("digest") != manifest_digest(manifest):
         raise WeightsError(
             f"{manifest_path} was changed after it was written (its digest differs); write the weights again"
         )
 
     return manifest
-
-
-def read_manifest_layout(spec: ModelSpec, manifest: dict[str, Any]) -> Layout | None:
-    """Reads the layout of a manifest, and checks that the other fields agree with it and with the config."""
-    layout, kind, family = manifest["layout"], manifest["kind"], manifest["family"]
-    if family != spec.family:
-        raise ConfigError(f"family is {family!r}, but hf_config describes a {spec.family} model")
-    if kind != ("full" if layout is None else "shards"):
-        raise LayoutError(f"kind is {kind!r}, but layout is {layout}")
-    return None if layout is None else read_layout(spec, layout)
-
-
-def check_tensor_table(
-    manifest_path: Path, manifest: dict[str, Any], expected_infos: Mapping[str, TensorInfo]
-) -> None:
-    """Raises :class:`WeightsError` unless the manifest's tensors are those of its config."""
-    manifest_tensors = manifest["tensors"]
-    for name in sorted(expected_infos.keys() | manifest_tensors.keys()):
-        expected_tensor = stored_tensor = None
-        if info := expected_infos.get(name):
-            expected_tensor = {"shape": list(info.shape), "split": info.parallel_style}
-        if name in manifest_tensors:
-            stored_tensor = {key: manifest_tensors[name][key] for key in ("shape", "split")}
-        if expected_tensor != stored_tensor:
-            raise WeightsError(
-                f"{manifest_path}: tensor {name!r} is {stored_tensor}; its config says {expected_tensor}"
-            )
-        if manifest_tensors[name]["dtype"] not in DTYPE_BY_NAME:
-            raise WeightsError(
-                f"{manifest_path}: tensor {name!r} has type {manifest_tensors[name]['dtype']!r}"
-            )

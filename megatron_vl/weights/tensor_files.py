@@ -221,11 +221,6 @@ class TensorReader:
                 on_bytes_read(len(chunk_bytes))
         return hasher.hexdigest()
 
-    def read_tensor(self, tensor_name: str) -> Tensor:
-        """A copy of a whole tensor."""
-        whole_region = whole_matrix_region(self.shape(tensor_name))
-        return self.read_region(tensor_name, whole_region).clone().reshape(self.shape(tensor_name))
-
 
 def make_safetensors_header(
     tensor_types: Mapping[str, tuple[torch.dtype, Sequence[int]]],

@@ -11,17 +11,12 @@ from torch import Tensor
 
 from megatron_vl.config import RunConfigError
 from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.spec.layout import read_layout
 from megatron_vl.spec.lora import stored_lora, trained_table
 from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.canonical_weights import CanonicalWeights
-from megatron_vl.weights.manifest import (
-    MANIFEST_FILE,
-    check_tensor_table,
-    locate_shards,
-    read_manifest,
-    read_manifest_layout,
-)
+from megatron_vl.weights.manifest import MANIFEST_FILE, locate_shards, read_manifest
 from megatron_vl.weights.matrix_blocks import gather_region, shard_blocks
 from megatron_vl.weights.model_digest import LoraBase, recorded_base
 from megatron_vl.weights.tensor_files import (
@@ -111,7 +106,8 @@ class WeightReader(CanonicalWeights):
             self.spec = read_spec(self.manifest["hf_config"])
             if self.manifest.get("mtp"):
                 self.spec = self.spec.with_mtp()
-            self.layout = read_manifest_layout(self.spec, self.manifest)
+            layout = self.manifest["layout"]
+            self.layout = None if layout is None else read_layout(self.spec, layout)
             self.sharding = self.layout.sharding if self.layout else UNSHARDED
             self.lora = stored_lora(self.manifest["lora"] or {})
             if self.lora.rank and not takes_lora:
@@ -122,7 +118,6 @@ class WeightReader(CanonicalWeights):
                 )
             self.tensor_infos = trained_table(self.spec, self.lora)
             self._file_by_shard = self._locate_shards()
-            self._check_step()
         except (WeightsError, FileNotFoundError):  # they name the file already
             raise
         except (ConfigError, LayoutError, RunConfigError) as error:
@@ -141,7 +136,6 @@ class WeightReader(CanonicalWeights):
     def _locate_shards(self) -> dict[tuple[int, str], str]:
         """(part, tensor) -> file, after checking that the manifest describes the whole model."""
         manifest_path = self.path / MANIFEST_FILE
-        check_tensor_table(manifest_path, self.manifest, self.tensor_infos)
         for file_name in self.manifest["files"]:
             # A manifest may come from an untrusted source, so its names must stay inside its folder.
             if not re.fullmatch(r"[\w.-]+\.safetensors", file_name):
@@ -154,16 +148,6 @@ class WeightReader(CanonicalWeights):
             return locate_shards(self.tensor_infos, self.layout, entries)
         except WeightsError as error:
             raise WeightsError(f"{manifest_path}: {error}") from error
-
-    def _check_step(self) -> None:
-        """Checks that the step in the weights' origin, if there is one, is the step of their folder."""
-        step = (self.manifest.get("origin") or {}).get("step")
-        folder_step = run_folder.step_of_dir(self.path.parent) if self.path.name == "weights" else None
-        if step is not None and folder_step not in (None, step):
-            raise WeightsError(
-                f"{self.path / MANIFEST_FILE}: the weights belong "
-                f"to step {step}, but they are in {self.path.parent.name}"
-            )
 
     def tensor_names(self) -> list[str]:
         """Canonical names, in model order."""
@@ -225,10 +209,6 @@ class WeightReader(CanonicalWeights):
         blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
         for shard_index in {int(block.part_id) for block in blocks}:
             self._open_shard(shard_index, tensor_name)
-
-    def fingerprint(self) -> dict[str, str]:
-        """The manifest's digest, which changes if any of these weights changes."""
-        return {MANIFEST_FILE: self.manifest["digest"]}
 
     def expect_scattered_reads(self, is_scattered: bool) -> None:
         for file_name in self.manifest["files"]:

@@ -149,7 +149,7 @@ def test_tokens_without_a_row_get_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        (["x"], "--parallel.tp 2", "--add-tokens writes a Hugging Face folder; leave out --adapter and"),
+        (["x"], "--parallel.tp 2", "--add-tokens writes a Hugging Face folder; leave out the layout"),
         (["x<|im_end|>y"], "", "'x<|im_end|>y' cannot become a token with the id 414; leave it out"),
         (["é"], "", "'é' cannot become a token"),  # the vocabulary's name of a byte
     ],

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from converters.convert import convert_weights, export_weights
-from converters.hf_checkpoint import HfCheckpoint
-from megatron_vl.weights.tensor_files import TensorWriter, WeightsError
+from megatron_vl.weights.tensor_files import TensorWriter
 from tests.disk import Disk
 
 from .helpers import assert_same_folder, released_folder
@@ -46,21 +45,6 @@ def test_killed_conversion_gives_the_same_bytes(tmp_path: Path, origin: Path, re
         (False, "complete"),
         *((True, s) for s in ("earlier", "absent", "complete")),
     }
-
-
-def test_source_that_changes_meanwhile_is_refused(tmp_path, origin, monkeypatch) -> None:
-    hf = tmp_path / "hf"
-    region = HfCheckpoint.read_region
-    shutil.copytree(origin, hf)
-
-    def touching(self, name, w):
-        os.utime(hf / "model-00001-of-00002.safetensors")
-        return region(self, name, w)
-
-    monkeypatch.setattr(HfCheckpoint, "read_region", touching)
-    with pytest.raises(WeightsError, match="model-00001-of-00002.safetensors changed while it was read"):
-        convert_weights(hf, tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 @pytest.mark.parametrize("force", [False, True])

@@ -487,19 +487,19 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf, monke
 
 def test_commands_index_and_show_tars(tars, tmp_path, hf, capsys):
     out, given = str(tmp_path / "out"), f"{tars[0]}/{{00000..00001}}.tar"
-    run = ["--processor", str(hf), "--data.seq_len", "512"]
+    run = ["--model.hf", str(hf), "--data.seq_len", "512"]
     assert main(["data", "index", "--input", given, "--out", out, *run]) == 0
     assert "12 pairs in 2 tars, 2 of them read now\n" in capsys.readouterr().out
-    assert main(["data", "show", "--data", out, "--json", *run]) == 0
+    assert main(["data", "show", "--data.path", out, "--json", *run]) == 0
     facts = json.loads(capsys.readouterr().out)["splits"]["train"]
     assert (facts["samples"], facts["usable"], facts["sources"]["out"]["images"]) == (12, 12, 12)
-    assert main(["data", "show", "--data", out, "--sample", "00001.tar[3]", *run]) == 0
+    assert main(["data", "show", "--data.path", out, "--sample", "00001.tar[3]", *run]) == 0
     shown = capsys.readouterr().out
     assert "the number 9" in shown and "(00001.tar record 000010003)" in shown
     for key in ("000010003", "00001.tar[3]"):
-        assert main(["data", "show", "--data", out, "--sample", key, *run]) == 0
+        assert main(["data", "show", "--data.path", out, "--sample", key, *run]) == 0
         assert "(00001.tar record 000010003)" in capsys.readouterr().out
-    assert main(["data", "show", "--data", out, "--sample", "000010006", *run]) == 1
+    assert main(["data", "show", "--data.path", out, "--sample", "000010006", *run]) == 1
     assert "has no single sample 000010006, but none" in capsys.readouterr().err
     for wrong in (["--input", given], ["--members", "image=jpg"], ["--input", given, "--out", "/proc/no"]):
         assert main(["data", "index", *wrong, *run]) != 0

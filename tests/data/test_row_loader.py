@@ -456,7 +456,7 @@ def test_index_ends_at_faults_of_the_storage(dataset, tmp_path, monkeypatch, cap
     shutil.copytree(dataset, folder)
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
     away = (folder / "train-000002.tar").rename(tmp_path / "away.tar")
-    words = ["data", "index", "--data", str(folder), "--processor", str(hf()), "--workers"]
+    words = ["data", "index", "--data.path", str(folder), "--model.hf", str(hf()), "--workers"]
     for workers in ("1", "2"):
         assert main([*words, workers]) == 1
         message = capsys.readouterr().err
@@ -579,7 +579,7 @@ def test_index_measures_shards_that_are_no_longer_excluded(dataset, tmp_path, ca
     exclude(folder, "train-000001.tar")
     assert lacking(folder) == [], "sizes of more shards than there are still hold"
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
-    words = ["data", "index", "--processor", str(hf()), "--workers", "1", "--data", str(folder)]
+    words = ["data", "index", "--model.hf", str(hf()), "--workers", "1", "--data.path", str(folder)]
     assert main(words) == 0
     exclude(folder)
     assert lacking(folder) == [folder]
@@ -591,7 +591,7 @@ def test_commands_write_missing_sizes(plain, tmp_path, capsys):
     folder = tmp_path / "set"
     shutil.copytree(plain, folder)
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR, ignore_errors=True)
-    words = ["--data", str(folder), "--processor", str(hf())]
+    words = ["--data.path", str(folder), "--model.hf", str(hf())]
     assert main(["data", "index", *words, "--workers", "1"]) == 0
     assert f"sizes of {COUNT} samples and " in capsys.readouterr().out
     assert main(["data", "index", *words, "--workers", "1"]) == 0

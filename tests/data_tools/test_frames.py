@@ -141,7 +141,7 @@ def test_videos_as_images_reach_the_model(media, tmp_path, capsys):
 
 def inspected(out: Path, index: int, capsys, family: str = "qwen2_5_vl") -> dict:
     capsys.readouterr()
-    run = ["--data", str(out), "--processor", str(tiny_checkpoint(family)), "--data.seq_len", "2048"]
+    run = ["--data.path", str(out), "--model.hf", str(tiny_checkpoint(family)), "--data.seq_len", "2048"]
     assert main(["data", "show", *run, "--sample", f"{index:09d}", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 

@@ -23,8 +23,8 @@ WRONG = [
     "data convert --input nowhere.json --media-root . --out out",
     "data convert --input pyproject.toml --media-root nowhere --out out",
     "data verify nowhere",
-    "data index --data nowhere --processor .",
-    "data show --data . --processor nowhere",
+    "data index --data.path nowhere --model.hf .",
+    "data show --data.path nowhere --model.hf .",
     "convert --hf nowhere --out out",
     "split --checkpoint nowhere --parallel.tp 2 --out out",
     "merge --checkpoint nowhere --out out",
@@ -87,7 +87,7 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     assert done.stderr.count("does not exist") == len(WRONG)
     assert "$LMUData nowhere is not a folder" in done.stderr
     assert done.stderr.count(" is not a file; give the path of a table") == 2
-    assert "megatron-vl doctor: there is no --config: " in done.stderr
+    assert "megatron-vl doctor: --config is unknown; " in done.stderr
     assert (
         "megatron-vl verify: --forse is unknown; valid: --help; see megatron-vl verify --help" in done.stderr
     )

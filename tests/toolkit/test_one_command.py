@@ -172,7 +172,7 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
     Path("tools.json").write_text(json.dumps([WITH_TOOLS["openai"]] * 3))
     with pytest.raises(SizesError, match="no sample.*3 not written by the chat template.*qwen2_vl_tools"):
         prepared(Path("tools.json"), model)
-    assert main(["data", "show", "--data", "runs/tools/data", "--processor", str(model)]) == 1
+    assert main(["data", "show", "--data.path", "runs/tools/data", "--model.hf", str(model)]) == 1
     assert "no sample of runs/tools/data can be used" in capsys.readouterr().err
     shutil.rmtree("runs")
     assert main(dry_run) == 1 and "qwen2_vl_tools writes tools" in capsys.readouterr().err

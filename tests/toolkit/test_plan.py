@@ -100,7 +100,7 @@ def test_schedule_is_that_of_megatron_core(pp, vpp, micro_batches):
 def mixture() -> ModelSpec:
     """A model with experts in some of its layers."""
     spec = read_spec(HF_CONFIGS / "Qwen3-VL-8B-Instruct.json")
-    moe = MoeSpec(128, 8, 768, norm_topk_prob=True, aux_loss_coef=0.0, dense_layers=(0, 5))
+    moe = MoeSpec(128, 8, 768, aux_loss_coef=0.0, dense_layers=(0, 5))
     return dataclasses.replace(spec, language=dataclasses.replace(spec.language, moe=moe))
 
 

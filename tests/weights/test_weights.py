@@ -231,7 +231,7 @@ def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + tensor.numpy().tobytes())
     assert len(text) % 4 == 3
     reader = TensorReader(path)
-    assert torch.equal(reader.read_tensor("x"), tensor)
+    assert torch.equal(reader.read_region("x", MatrixRegion(0, 5, 0, 3)), tensor)
     assert torch.equal(reader.read_region("x", MatrixRegion(2, 4, 1, 3)), tensor[2:4, 1:3])
 
 
@@ -289,17 +289,12 @@ LAYOUT = {"tp": 2, "pp": 1, "vpp": 1, "layers": [4], "ep": 1, "etp": 1}
         ({"format": "other"}, "is not a manifest of"),
         ({"version": 2}, "has version 2 of its format, and this program reads 1; convert again"),
         ({"digest": "0" * 64}, "manifest.json was changed after it was written"),
-        ({"kind": "shards"}, "kind is 'shards', but layout is None"),
-        ({"family": "qwen2_vl"}, "family is 'qwen2_vl', but hf_config describes a qwen2_5_vl model"),
-        ({"layout": LAYOUT}, "kind is 'full', but layout"),
-        ({"layout": LAYOUT, "kind": "shards"}, "tensor .* is missing on tensor rank 1"),
-        ({"layout": {"tp": 2}, "kind": "shards"}, "is damaged: KeyError: 'pp'"),
-        ({"layout": LAYOUT | {"tp": 3}, "kind": "shards"}, "manifest.json: tp=3 does not divide"),
+        ({"layout": LAYOUT}, "tensor .* is missing on tensor rank 1"),
+        ({"layout": {"tp": 2}}, "is damaged: KeyError: 'pp'"),
+        ({"layout": LAYOUT | {"tp": 3}}, "manifest.json: tp=3 does not divide"),
         ({"hf_config": {"model_type": "llama"}}, "model_type 'llama' is not supported"),
-        ({"hf_config": CONFIG | {"vocab_size": 80}}, "tensor 'language_model.embedding.*its config says"),
         ({"hf_config": CONFIG | {"num_hidden_layers": "4"}}, "manifest.json is damaged: "),
         ({"hf_config": []}, "manifest.json is damaged: "),
-        ({"tensors": {}}, "its config says"),
         ({"files": {}}, "tensor .* is missing on"),
         ({"files": {"../x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "is not a file name of weights"),
         ({"files": {"x.safetensors": {"tp": 0, "pp": 0, "tensors": {}}}}, "x.safetensors is missing"),

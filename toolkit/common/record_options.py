@@ -16,16 +16,6 @@ MAX_QUARANTINED = 0.01
 """Share of the records that may be unusable, unless the user gives another."""
 MAX_SHOWN_KEYS = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
-SETTING_BY_IGNORED_KEY = {
-    "min_pixels": "data.min_pixels of the run applies",
-    "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
-    "fps": "data.video_fps of the run applies",
-    "nframes": "data.video_fps and data.video_max_frames of the run apply",
-    "max_frames": "data.video_max_frames of the run applies",
-    "start": "no video is cut",
-    "end": "no video is cut",
-}
-"""The setting that applies instead of an ignored key."""
 
 
 @dataclass(kw_only=True)
@@ -78,14 +68,11 @@ class RecordOptions(CommandOptions):
 
 
 def ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
-    """The ignored keys of a location, the most frequent first, each with the setting that applies instead."""
+    """The ignored keys of a location, the most frequent first."""
     shown_counts = Counter(counts).most_common(MAX_SHOWN_KEYS)
     key_texts = []
     for key, key_count in shown_counts:
         location = key_location.removesuffix("s") if key_count == 1 else key_location
-        setting_text = f" ({SETTING_BY_IGNORED_KEY[key]})" if key in SETTING_BY_IGNORED_KEY else ""
-        key_texts.append(
-            f"{key if key.isprintable() else ascii(key)} in {key_count} {location}{setting_text}"
-        )
+        key_texts.append(f"{key if key.isprintable() else ascii(key)} in {key_count} {location}")
     num_unshown = len(counts) - len(shown_counts)
     return ", ".join(key_texts) + (f", and {num_unshown} more keys (see report.json)" if num_unshown else "")

@@ -8,6 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.data.source.location import check_data_path
+from megatron_vl.system.errors import UsageError
 from megatron_vl.system.plurals import pluralize
 from toolkit.common.record_options import ignored_keys_text
 
@@ -91,10 +94,6 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     for text, count in notes.items():
         if count:
             print(f"  {count} {text}")
-    if len(report.refused) > 1:
-        for file_name, counts in report.refused.items():
-            for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
-                print(f"  quarantined {count:6d}  {reason}  ({file_name})")
     print("  `megatron-vl data index` checks that a chat template writes the whole text of each sample")
 
 
@@ -108,18 +107,34 @@ def verify(options: DataVerifyOptions) -> int:
     return 1 if problems else 0
 
 
+def _read_run(run_args: list[str], new_dataset: Path | None = None) -> TrainConfig:
+    """The run whose data set is read, or written. Raises UsageError or RunConfigError, before torch is
+    imported, if fields are missing or wrong."""
+    try:
+        config = parse_config([*run_args, *(["--data.path", str(new_dataset)] if new_dataset else [])])
+    except RunConfigError as error:
+        raise UsageError(str(error)) from error
+    given = {"data.path": config.data.path, "model.hf": config.model.hf}
+    if missing := [f"--{name}" for name, value in given.items() if not value]:
+        raise UsageError(f"give {' and '.join(missing)}, or a run with --config")
+    if not new_dataset:
+        check_data_path(config.data.path)
+    return config
+
+
 def index(options: DataIndexOptions) -> int:
     """Writes the sizes of a data set's samples."""
+    config = _read_run(options.fields, options.out)
     from data_tools.sample_sizes import index_datasets
     from data_tools.worker_pool import default_workers
 
-    from .prepared_dataset import open_prepared
+    from .prepared_dataset import PreparedDataset
 
-    prepared = open_prepared(options, options.out)
+    prepared = PreparedDataset(config)
     num_workers = options.workers if options.workers is not None else default_workers()
     if options.out is not None:
         _index_tars(options, prepared, num_workers)
-    for result in index_datasets(prepared.config.data, prepared.spec, prepared.processor_dir, num_workers):
+    for result in index_datasets(config.data, prepared.spec, config.model.hf, num_workers):
         unusable_text = ""
         if result.unusable:
             counts = Counter(result.reasons).most_common()
@@ -139,7 +154,7 @@ def _index_tars(options: DataIndexOptions, prepared: PreparedDataset, num_worker
     from megatron_vl.data.source.tar_list import parse_fields
 
     assert options.out is not None
-    sizes_name = compute_tokenization_id(prepared.processor_dir, prepared.spec, prepared.config.data)
+    sizes_name = compute_tokenization_id(prepared.config.model.hf, prepared.spec, prepared.config.data)
     fields, tars = parse_fields(options.members), find_tars(options.input)
     tar_index = TarIndex(*tars, options.out, fields, prepared.row_encoder, sizes_name)
     report = index_tars(tar_index, num_workers)
@@ -151,12 +166,13 @@ def _index_tars(options: DataIndexOptions, prepared: PreparedDataset, num_worker
 
 def show(options: DataShowOptions) -> int:
     """Prints what a data set holds, or one sample, and writes its page."""
+    config = _read_run(options.fields)
     from .page import write_page
-    from .prepared_dataset import open_prepared
+    from .prepared_dataset import PreparedDataset
     from .sample_view import find_sample, print_sample, sample_as_json, view_sample
     from .statistics import count_splits, dataset_facts, print_facts
 
-    prepared = open_prepared(options)
+    prepared = PreparedDataset(config)
     if options.sample is not None:
         sample = view_sample(prepared, *find_sample(prepared, options.sample))
         if options.json:
@@ -164,7 +180,7 @@ def show(options: DataShowOptions) -> int:
         else:
             print_sample(sample)
         if options.html:
-            write_page(prepared, options.html, {}, [("", sample)])
+            write_page(prepared, options.html, {"quarantined": {}}, {}, [sample])
         return 1 if sample.problem else 0
 
     statistics = count_splits(prepared)
@@ -174,5 +190,5 @@ def show(options: DataShowOptions) -> int:
     else:
         print_facts(facts)
     if options.html:
-        write_page(prepared, options.html, statistics, [])
+        write_page(prepared, options.html, facts, statistics, [])
     return 0

@@ -64,21 +64,7 @@ class DataVerifyOptions(CommandOptions):
 
 
 @dataclass(kw_only=True)
-class PreparedOptions(CommandOptions):
-    """A prepared data set as a run reads it."""
-
-    run_fields: ClassVar[bool] = True
-
-    data: Path | None = option(None, metavar="DIR", shown_default="data.path of the run", must_exist=True)
-    """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML."""
-    processor: Path | None = option(
-        None, metavar="HF_DIR", shown_default="model.hf of the run", must_exist=True
-    )
-    """Hugging Face folder of the config, tokenizer, chat template and image processor."""
-
-
-@dataclass(kw_only=True)
-class DataIndexOptions(PreparedOptions):
+class DataIndexOptions(CommandOptions):
     """Write the sizes of all samples beside a data set, from which a run plans its batches: tokens of the
     text, and the stored sizes of images and videos. The first start of a run does so too.
 
@@ -88,6 +74,8 @@ class DataIndexOptions(PreparedOptions):
     With --input and --out, make a data set of image-text pairs in WebDataset tars: a run reads them where
     they lie. What is no usable pair is counted, and listed in OUT/quarantine.jsonl.
     """
+
+    run_fields: ClassVar[bool] = True
 
     input: list[str] = option([], metavar="TAR", several=True)
     """Make a data set of these tars: names with braces (DIR/{00000..01200}.tar, s3://BUCKET/DIR/{0..9}.tar,
@@ -107,18 +95,18 @@ class DataIndexOptions(PreparedOptions):
             raise UsageError("a data set of tars needs --input and --out")
         if self.members and not self.input:
             raise UsageError("--members belongs to a data set of tars: give --input")
-        if self.input and self.data is not None:
-            raise UsageError("give --data for a data set that exists, or --input and --out for tars")
 
 
 @dataclass(kw_only=True)
-class DataShowOptions(PreparedOptions):
+class DataShowOptions(CommandOptions):
     """Show what a data set holds: tokens, patches, images, videos and turns of its samples and sources, how
     full packed rows get, how many steps a pass takes, and what is left out and why.
 
     All samples are counted, from their sizes, which are written first if they are missing. Give a run with
-    --config, or --data and --processor. With --sample, exit code 1 if a run would leave the sample out.
+    --config, or --data.path and --model.hf. With --sample, exit code 1 if a run would leave the sample out.
     """
+
+    run_fields: ClassVar[bool] = True
 
     sample: str | None = option(None, metavar="SAMPLE", shown_default="the whole data set")
     """Show one sample as the model sees it: its key or SHARD[N], as the quarantine.jsonl of a run has it."""
@@ -127,7 +115,3 @@ class DataShowOptions(PreparedOptions):
     file without scripts, which needs no network."""
     json: bool = False
     """Print JSON."""
-
-    def check(self) -> None:
-        if self.html is not None and self.html.suffix not in (".html", ".htm"):
-            raise UsageError(f"--html {self.html} must end in .html")

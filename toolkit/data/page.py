@@ -6,30 +6,27 @@ import base64
 import io
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from data_tools.sample_sources import SampleSource, SourceError
+from data_tools.sample_sources import SampleSource
 from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, describe_values
 from megatron_vl.system import durable_files
-from megatron_vl.system.errors import UserError
+from megatron_vl.system.errors import naming_file
 from toolkit.common.html_templates import template_environment
 
 from .prepared_dataset import PreparedDataset
 from .sample_view import MediumView, SampleView, view_sample
 from .statistics import (
-    MAX_DETAIL_CHARACTERS,
-    MAX_EXAMPLES,
-    ReasonExamples,
     SplitStatistics,
     escape_unprintable,
     facts_sentences,
     facts_tables,
     format_number,
-    quarantined_records,
-    split_facts,
+    quarantine_sentences,
 )
 
 SAMPLES_SHOWN = 12
@@ -47,51 +44,46 @@ MAX_BARS = 30
 def write_page(
     prepared: PreparedDataset,
     html_path: Path,
+    facts: dict[str, Any],
     statistics: SplitStatistics,
-    samples: list[tuple[str, SampleView]],
+    samples: list[SampleView],
 ) -> None:
     """Writes a page. Text from the data is escaped, and characters that cannot be seen are spelled out.
 
     Args:
-        samples: (why it is shown, sample); those of ``statistics`` are added.
+        facts: those of the data set (:func:`~toolkit.data.statistics.dataset_facts`).
+        samples: those of ``statistics`` are added.
     """
     splits = {}
     for split, counted in statistics.items():
-        facts = split_facts(prepared, counted)
+        split_of_facts = facts["splits"][split]
         splits[split] = {
-            "tables": facts_tables(facts),
-            "sentences": facts_sentences(facts),
+            "tables": facts_tables(split_of_facts),
+            "sentences": facts_sentences(split_of_facts),
             "charts": _charts(counted),
-            "left_out": _left_out_examples(prepared, counted),
         }
-        for why, source, sample_index in choose_samples(counted):
-            samples.append((f"{split}, {why}", view_sample(prepared, source, sample_index)))
+        samples += [view_sample(prepared, *chosen) for chosen in choose_samples(counted)]
     environment = template_environment(Path(__file__).parent)
-    environment.filters |= {"printable": _printable, "number": format_number, "images": _frame_images}
+    environment.filters |= {"printable": _printable, "images": _frame_images}
     page = environment.get_template("page.html.jinja").render(
-        path=str(prepared.data_path),
+        path=str(prepared.config.data.path),
         settings=_settings(prepared),
         splits=splits,
         samples=samples,
         max_media=MAX_MEDIA_SHOWN,
-        quarantined=quarantined_records(statistics),
+        quarantined=quarantine_sentences(facts),
     )
-    try:
+    with naming_file(html_path):
         html_path.parent.mkdir(parents=True, exist_ok=True)
         durable_files.write_file(html_path, (page + "\n").encode(errors="backslashreplace"))
-    except OSError as error:
-        raise UserError(
-            f"--html {html_path} cannot be written ({error.strerror}); "
-            "give a file that this user may write to"
-        ) from error
 
 
 def _settings(prepared: PreparedDataset) -> dict[str, str]:
     data = prepared.config.data
     names = ("max_patches", "min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_pixels")
     return {
-        "data set": str(prepared.data_path),
-        "processor": f"{prepared.processor_dir}, {prepared.spec.family}",
+        "data set": str(data.path),
+        "model": f"{prepared.config.model.hf}, {prepared.spec.family}",
         "rows": f"seq_len {data.seq_len:,}, " + ("packed" if data.pack else "one sample each"),
         "limits": ", ".join(f"{name} {value:g}" for name in names if (value := getattr(data, name))),
     }
@@ -129,24 +121,16 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
     return bars
 
 
-def choose_samples(counted: DatasetStatistics) -> list[tuple[str, SampleSource, int]]:
-    """Chooses usable samples to show: of each source the largest ones, then some at equal distances.
-
-    Returns:
-        Why each is shown, its source, and its index there.
-    """
+def choose_samples(counted: DatasetStatistics) -> list[tuple[SampleSource, int]]:
+    """Usable samples to show, at equal distances in each source: (source, index there)."""
     usable = [each for each in counted.sources if each.usable_mask.any()]
-    chosen: dict[tuple[str, int], tuple[str, SampleSource, int]] = {}
+    chosen = []
     for sizes in usable:
         numbers = np.flatnonzero(sizes.usable_mask)
-        positions = np.linspace(0, len(numbers) - 1, -(-SAMPLES_SHOWN // len(usable))).astype(int)
-        reasons = dict.fromkeys(numbers[positions].tolist(), "one of all")
-        for name in SAMPLE_QUANTITIES:
-            largest = int(np.where(sizes.usable_mask, sizes.sizes[name], -1).argmax())
-            reasons = {largest: f"the most {name}"} | reasons if sizes.sizes[name][largest] else reasons
-        for number, why in reasons.items():
-            chosen[sizes.source.name, number] = (why, sizes.source, sizes.source.indices[number])
-    return list(chosen.values())[: max(SAMPLES_SHOWN, len(usable))]
+        count = min(len(numbers), -(-SAMPLES_SHOWN // len(usable)))
+        shown = numbers[np.linspace(0, len(numbers) - 1, count).astype(int)]
+        chosen += [(sizes.source, sizes.source.indices[number]) for number in shown.tolist()]
+    return chosen
 
 
 def _frame_images(medium: MediumView) -> list[str]:
@@ -167,21 +151,3 @@ def _frame_images(medium: MediumView) -> list[str]:
         image.save(jpeg := io.BytesIO(), "JPEG", quality=80)
         texts.append(base64.b64encode(jpeg.getvalue()).decode())
     return texts
-
-
-def _left_out_examples(prepared: PreparedDataset, counted: DatasetStatistics) -> ReasonExamples:
-    """Why a run leaves out samples. Examples are read, to say what is wrong with them."""
-    reasons: ReasonExamples = {
-        reason: (count, []) for reason, count in counted.left_out_reasons().most_common()
-    }
-    for sizes in counted.sources:
-        for left_out_mask in sizes.left_out_masks.values():
-            for number in np.flatnonzero(left_out_mask)[:MAX_EXAMPLES].tolist():
-                try:
-                    sample = view_sample(prepared, sizes.source, sizes.source.indices[number])
-                except SourceError:  # its description excludes it
-                    continue
-                if sample.problem and sample.problem[0] in reasons:
-                    origin = f"{sample.key} of {sample.shard} ({sample.record})"
-                    reasons[sample.problem[0]][1].append((origin, sample.problem[1][:MAX_DETAIL_CHARACTERS]))
-    return reasons

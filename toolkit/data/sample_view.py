@@ -101,14 +101,14 @@ def find_sample(prepared: PreparedDataset, sample_key: str) -> tuple[SampleSourc
         SourceError: there is no such sample, or several sources have it.
     """
     found, sample_key = {}, re.sub(r"#\d+$", "", sample_key)
-    for split in list_splits(prepared.data_path):
-        for source in read_sources(prepared.data_path, split):
+    for split in list_splits(prepared.config.data.path):
+        for source in read_sources(prepared.config.data.path, split):
             if (sample_index := source.find_sample(sample_key)) is not None:
                 shard_name, position = source.shard_position(sample_index)
                 found[f"{source.dataset.path}/{shard_name}[{position}]"] = source, sample_index
     if len(found) != 1:
         several = f"several: {', '.join(found)}; name one, with its --data" if found else "none"
-        raise SourceError(f"{prepared.data_path} has no single sample {sample_key}, but {several}")
+        raise SourceError(f"{prepared.config.data.path} has no single sample {sample_key}, but {several}")
     return next(iter(found.values()))
 
 

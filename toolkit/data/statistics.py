@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import Counter
 from typing import Any
 
 from rich.console import Console
@@ -23,23 +25,15 @@ from megatron_vl.system.plurals import pluralize
 
 from .prepared_dataset import PreparedDataset
 
-MAX_EXAMPLES = 3
-"""Largest number of examples for each reason."""
-QUARANTINE_READ_BYTES = 64 << 20
-"""Number of bytes of a quarantine.jsonl that are read."""
-MAX_DETAIL_CHARACTERS = 400
-
 type SplitStatistics = dict[str, DatasetStatistics]
-type ReasonExamples = dict[str, tuple[int, list[tuple[str, str]]]]
-"""Why samples or records are missing: how many, and examples with their details."""
 
 
 def count_splits(prepared: PreparedDataset) -> SplitStatistics:
     """Counts all samples of each split. Sizes that are missing are written first."""
-    index_datasets(prepared.config.data, prepared.spec, prepared.processor_dir, default_workers())
+    index_datasets(prepared.config.data, prepared.spec, prepared.config.model.hf, default_workers())
     statistics = {}
-    for split in list_splits(prepared.data_path):
-        statistics[split] = count_statistics(prepared.row_encoder, prepared.processor_dir, split)
+    for split in list_splits(prepared.config.data.path):
+        statistics[split] = count_statistics(prepared.row_encoder, prepared.config.model.hf, split)
     return statistics
 
 
@@ -110,15 +104,11 @@ def facts_sentences(facts: dict[str, Any]) -> list[str]:
 
 def dataset_facts(prepared: PreparedDataset, statistics: SplitStatistics) -> dict[str, Any]:
     """The output of ``--json``."""
-    quarantined = quarantined_records(statistics)
     return {
-        "data": str(prepared.data_path),
+        "data": str(prepared.config.data.path),
         "seq_len": prepared.config.data.seq_len,
         "splits": {split: split_facts(prepared, counted) for split, counted in statistics.items()},
-        "quarantined": {
-            name: {reason: count for reason, (count, _) in reasons.items()}
-            for name, reasons in quarantined.items()
-        },
+        "quarantined": quarantined_records(statistics),
     }
 
 
@@ -139,13 +129,21 @@ def print_facts(facts: dict[str, Any]) -> None:
             console.print(table)
         for sentence in facts_sentences(split_of_facts):
             print_line(sentence)
-    for name, reasons in facts["quarantined"].items():
-        for reason, count in reasons.items():
-            print_line(f"quarantined in {name}: {count:,} {reason}")
+    for sentence in quarantine_sentences(facts):
+        print_line(sentence)
 
 
-def quarantined_records(statistics: SplitStatistics) -> dict[str, ReasonExamples]:
-    """The records that conversions left out, by data set."""
+def quarantine_sentences(facts: dict[str, Any]) -> list[str]:
+    """What conversions left out, a line for each data set and reason, the most frequent first."""
+    return [
+        f"quarantined in {name}: {count:,} {reason}"
+        for name, reasons in facts["quarantined"].items()
+        for reason, count in reasons.most_common()
+    ]
+
+
+def quarantined_records(statistics: SplitStatistics) -> dict[str, Counter[str]]:
+    """Why conversions left out records, by data set."""
     datasets = {
         str(each.source.dataset.path): each.source.dataset.path
         for counted in statistics.values()
@@ -154,27 +152,14 @@ def quarantined_records(statistics: SplitStatistics) -> dict[str, ReasonExamples
     return {name: reasons for name, path in datasets.items() if (reasons := read_quarantine(path))}
 
 
-def read_quarantine(quarantine_dir: Location) -> ReasonExamples:
-    """Why the quarantine.jsonl of a data set lists what it lists, the most frequent first."""
-    try:
-        with (quarantine_dir / "quarantine.jsonl").open("rb") as quarantine_file:
-            lines = quarantine_file.read(QUARANTINE_READ_BYTES).splitlines()
-    except OSError:
-        return {}
-    reason_examples: ReasonExamples = {}
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            reason, detail = str(entry["reason"]), str(entry["detail"])
-        except (ValueError, KeyError, TypeError, RecursionError):  # incomplete or damaged
-            continue
-        names = ("file", "record", "id", "field")
-        origin = ", ".join(f"{name} {entry[name]}" for name in names if entry.get(name) not in (None, ""))
-        count, examples = reason_examples.get(reason, (0, []))
-        if count < MAX_EXAMPLES:
-            examples.append((origin[:MAX_DETAIL_CHARACTERS], detail[:MAX_DETAIL_CHARACTERS]))
-        reason_examples[reason] = (count + 1, examples)
-    return dict(sorted(reason_examples.items(), key=lambda item: -item[1][0]))
+def read_quarantine(dataset: Location) -> Counter[str]:
+    """How many records the quarantine.jsonl of a data set lists for each reason."""
+    reasons: Counter[str] = Counter()
+    with contextlib.suppress(OSError), (dataset / "quarantine.jsonl").open("rb") as quarantine_file:
+        for line in quarantine_file:
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):  # damaged
+                reasons[str(json.loads(line)["reason"])] += 1
+    return reasons
 
 
 def format_number(value: float | None) -> str:

@@ -222,12 +222,7 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
 
 
 def _run_vlmevalkit(options: EvaluateOptions, work_dir: Path, result: Evaluation) -> None:
-    """Runs VLMEvalKit in the sandbox to its end, with its own way of sharing questions between processes.
-
-    Raises:
-        UsageError: it cannot use the data set.
-        UserError: it failed.
-    """
+    """Runs VLMEvalKit in the sandbox to its end, with its own way of sharing questions between processes."""
     sandbox_words, isolation = choose_sandbox(work_dir, with_network=bool(options.judge))
     result.settings["isolation"] = isolation
     log_path = work_dir / "vlmevalkit.log"

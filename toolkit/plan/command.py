@@ -23,7 +23,7 @@ from megatron_vl.training.lora import with_start_lora
 from megatron_vl.training.resolve import find_source_checkpoint
 
 from .options import PlanOptions
-from .print_plan import Plan, print_plan, write_run_yaml
+from .print_plan import Plan, print_plan
 
 LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 
@@ -31,8 +31,6 @@ LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 def plan(options: PlanOptions) -> int:
     """Returns 0, or 1 if the run's own layout, or every layout, does not fit."""
     found = make_plan(options)
-    if options.yaml is not None:
-        write_run_yaml(options.yaml, found.chosen)
     if options.json:
         print(json.dumps(plan_as_json(found), indent=2))
     else:

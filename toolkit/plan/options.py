@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
-from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
 
 
@@ -30,11 +28,5 @@ class PlanOptions(CommandOptions):
         None, metavar="GIB", minimum=1, shown_default="that of this machine if it has GPUs, else no limit"
     )
     """Host memory of a node in GiB, which offloaded state and inputs must fit."""
-    yaml: Path | None = option(None, metavar="FILE")
-    """Write the run with the first layout; `megatron-vl train --config FILE` takes it."""
     json: bool = False
     """Print JSON."""
-
-    def check(self) -> None:
-        if self.yaml is not None and self.yaml.suffix not in (".yaml", ".yml"):
-            raise UsageError(f"--yaml {self.yaml} must end in .yaml")

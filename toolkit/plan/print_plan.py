@@ -1,14 +1,11 @@
-"""Prints a plan: the layouts that fit, and the first one with its stages and memory. Writes it as YAML."""
+"""Prints a plan: the layouts that fit, and the first one with its stages and memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megatron_vl.config import OptimizerConfig, TrainConfig
 from megatron_vl.estimate.gpus import reserve_gib
@@ -114,7 +111,8 @@ def run_options(prediction: RunPrediction, base: TrainConfig | None = None) -> s
         config, base = dataclasses.replace(config, optimizer=optimizer), TrainConfig()
     words = []
     for section in ("parallel", "recompute", "optimizer", "vision"):
-        changed = _changed_fields(getattr(config, section), getattr(base, section))
+        values, base_values = vars(getattr(config, section)), vars(getattr(base, section))
+        changed = {name: value for name, value in values.items() if value != base_values[name]}
         words += [f"--{section}.{name} {_command_line_value(value)}" for name, value in changed.items()]
     if config.global_batch_size != base.global_batch_size:
         words.append(f"--global_batch_size {config.global_batch_size}")
@@ -126,30 +124,3 @@ def _command_line_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value).replace(" ", "").replace("'", "")
-
-
-def write_run_yaml(yaml_path: Path, prediction: RunPrediction) -> None:
-    """Writes the run with a planned layout as YAML: the fields that differ from the defaults."""
-    run_fields = _changed_fields(with_split(prediction.config, prediction.layout), TrainConfig())
-    layout_text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
-    header_comment = (
-        f"# GPUs: {prediction.world_size} x {prediction.gpu.name}, "
-        f"{prediction.peak_gib:.0f} GiB estimated on the fullest, when a row is all images\n"
-        f"# Layout of megatron-vl plan: {layout_text}. Predicted: {prediction.step_seconds:.2f} s a step,\n"
-        f"# {prediction.tokens_per_second:,.0f} tokens/s at {prediction.mfu:.1%} MFU\n"
-        f"# Rows: {ASSUMED_ROWS_TEXT}\n"
-    )
-    yaml_text = yaml.safe_dump(run_fields, sort_keys=False, default_flow_style=None)
-    yaml_path.parent.mkdir(parents=True, exist_ok=True)
-    yaml_path.write_text(header_comment + yaml_text)
-
-
-def _changed_fields(config: Any, default: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from another's, nested ones as mappings."""
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value, default_value = getattr(config, field.name), getattr(default, field.name)
-        if value != default_value:
-            is_section = dataclasses.is_dataclass(value)
-            changed[field.name] = _changed_fields(value, default_value) if is_section else value
-    return changed

@@ -97,11 +97,7 @@ def _answer_samples(run_args: list[str], environment: Mapping[str, str]) -> None
 
 
 def _is_first_node(options: TrainOptions, launch_environment: LaunchEnvironment) -> bool:
-    """Whether this is the node at the address where all nodes meet, which every run has.
-
-    Raises:
-        UsageError: the address has a name that is not known here.
-    """
+    """Whether this is the node at the address where all nodes meet, which every run has."""
     if (options.nnodes or launch_environment.nnodes) == 1:
         return True
     host = _split_address(options.master_addr or launch_environment.master_addr)[0]

@@ -273,12 +273,7 @@ def _digest(records_path: Path) -> str:
 
 
 def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions) -> bool:
-    """Whether a start has made the data set of these records.
-
-    Raises:
-        RunConfigError: there are no records.
-        PrepareError: it was converted from others, or in another way: a run must not mix the two.
-    """
+    """Whether a start has made the data set of these records."""
     if not records_file(records_path).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
     source = _read_source(dataset_dir)
@@ -286,18 +281,16 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
         return False
     other = f"another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
     for name, value in options.sample_options().items():
-        earlier_value = source.get(name)  # a data set of an earlier version may lack it
-        if (earlier_value or None) != (value or None):
+        if source[name] != value:
             raise PrepareError(
-                f"{dataset_dir} was converted with {option_flag(name)} {earlier_value or 'unset'}, not"
+                f"{dataset_dir} was converted with {option_flag(name)} {source[name] or 'unset'}, not"
                 f" {value or 'unset'}: give that one again or {other}"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
         return True
-    origin = f" ({source['path']})" if "path" in source else ""  # nor had it this
     raise PrepareError(
-        f"{dataset_dir} was converted from other records{origin} than {records_path} holds now. To train on"
-        f" these, give {other}"
+        f"{dataset_dir} was converted from other records ({source['path']}) than {records_path} holds now. To"
+        f" train on these, give {other}"
     )
 
 

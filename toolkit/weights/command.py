@@ -24,20 +24,17 @@ SHOWN_DIFFERENCES = 10
 
 
 def convert(options: ConvertOptions) -> int:
-    """Converts Hugging Face weights, or an adapter for them, to Megatron weights; or adds tokens."""
+    """Converts Hugging Face weights to Megatron weights, or adds tokens."""
     from converters.add_tokens import add_tokens
-    from converters.convert import convert_adapter, convert_weights
+    from converters.convert import convert_weights
 
     if options.add_tokens is not None:
-        if options.adapter is not None or options.fields:
-            raise UsageError("--add-tokens writes a Hugging Face folder; leave out --adapter and the layout")
+        if options.fields:
+            raise UsageError("--add-tokens writes a Hugging Face folder; leave out the layout")
         return _print_report(add_tokens(options.hf, options.add_tokens, options.out, force=options.force))
-    arguments = (options.hf, options.out, options.layout_arguments)
-    if options.adapter is not None:
-        report = convert_adapter(options.adapter, *arguments, force=options.force)
-    else:
-        report = convert_weights(*arguments, force=options.force)
-    return _print_report(report)
+    return _print_report(
+        convert_weights(options.hf, options.out, options.layout_arguments, force=options.force)
+    )
 
 
 def split(options: SplitOptions) -> int:

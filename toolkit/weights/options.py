@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
-
-if TYPE_CHECKING:
-    from megatron_vl.config import TrainConfig
 
 SIZE_FIELDS = ("tp", "pp", "vpp", "ep", "etp")
 ONE_RANK: dict[str, Any] = {**dict.fromkeys(SIZE_FIELDS, 1), "layers": None}
@@ -32,23 +28,14 @@ class LayoutOptions(CommandOptions):
         config = parse_config(self.fields)
         arguments = {name: getattr(config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
         if not isinstance(config.parallel.layers, list):
-            is_planned = config.parallel.pp > 1 and "--config" in self.fields
-            arguments["layers"] = self._planned_layers(config) if is_planned else None
+            arguments["layers"] = None
+            if config.parallel.pp > 1 and "--config" in self.fields:  # the run gets the planned split
+                from megatron_vl.estimate.split import planned_layout
+                from megatron_vl.spec.families import read_spec
+
+                spec = read_spec(getattr(self, "hf", None) or config.model.hf)
+                arguments["layers"] = list(planned_layout(config, spec).layers_per_chunk)
         return arguments
-
-    def _planned_layers(self, run_config: TrainConfig) -> list[int]:
-        """The planned split, which a run without ``parallel.layers`` gets."""
-        from megatron_vl.estimate.split import planned_layout
-        from megatron_vl.spec.families import read_spec
-
-        try:
-            spec = read_spec(getattr(self, "hf", None) or run_config.model.hf)
-        except OSError as error:
-            raise UsageError(
-                "the run of --config has no parallel.layers, and the split cannot be planned without the"
-                f" model's sizes ({error}): correct model.hf, or give the split with --parallel.layers"
-            ) from error
-        return list(planned_layout(run_config, spec).layers_per_chunk)
 
 
 @dataclass(kw_only=True)
@@ -68,9 +55,6 @@ class ConvertOptions(WeightOutputOptions, LayoutOptions):
 
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face checkpoint folder (safetensors)."""
-    adapter: Path | None = option(None, metavar="PEFT_DIR", must_exist=True)
-    """Convert this LoRA adapter of --hf, in PEFT's files, instead of the model. lora.adapter of a run takes
-    the result."""
     add_tokens: Path | None = option(None, metavar="FILE", must_exist=True)
     """Write a Hugging Face folder with these tokens more (one in each line) and a row for each token, instead
     of Megatron weights. An empty FILE only makes the number of rows one that parallel.tp divides."""

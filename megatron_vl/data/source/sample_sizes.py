@@ -168,7 +168,7 @@ def missing_sizes_advice(
     template_words += f" --data.template_arguments '{json.dumps(arguments)}'" if arguments else ""
     return (
         f"{datasets_lacking_sizes[0].path} has no sizes for this tokenizer and chat template: run"
-        f" `megatron-vl data index --data {data_config.path} --processor {hf_dir}{template_words}`"
+        f" `megatron-vl data index --data.path {data_config.path} --model.hf {hf_dir}{template_words}`"
     )
 
 

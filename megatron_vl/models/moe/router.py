@@ -64,7 +64,7 @@ def moe_core_settings(
         "moe_ffn_hidden_size": moe_spec.ffn_hidden_size,
         "moe_router_dtype": "fp32",
         # A softmax over the chosen logits equals a softmax over all, divided by the sum over the chosen ones.
-        "moe_router_pre_softmax": not moe_spec.norm_topk_prob,
+        "moe_router_pre_softmax": False,
         "moe_router_load_balancing_type": "aux_loss" if aux_loss_coefficient else "none",
         # Core divides f by top_k; transformers does not.
         "moe_aux_loss_coeff": aux_loss_coefficient * moe_spec.top_k / num_expert_layers,

@@ -110,8 +110,6 @@ class MoeSpec:
     """Number of experts that a token goes to."""
     ffn_hidden_size: int
     """FFN width of one expert. :attr:`LanguageSpec.ffn_hidden_size` is that of the dense layers."""
-    norm_topk_prob: bool
-    """Whether the weights of a token's experts are divided by their sum."""
     aux_loss_coef: float = dataclasses.field(compare=False)
     """Coefficient of the load-balancing loss, if that loss is added. It affects training but is not part of
     the model's identity."""

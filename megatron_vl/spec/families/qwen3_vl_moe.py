@@ -66,7 +66,6 @@ def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
         num_experts=num_experts,
         top_k=top_k,
         ffn_hidden_size=required_field("moe_intermediate_size"),
-        norm_topk_prob=True,
         aux_loss_coef=float(text_fields.get("router_aux_loss_coef", 0.001)),
         dense_layers=dense_layers,
         output_router_logits=bool(router_logits),
