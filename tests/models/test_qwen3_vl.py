@@ -7,10 +7,43 @@ import json
 
 import pytest
 import torch
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.rotary_embedding import MultimodalRope
+from megatron_vl.models.vision import PositionTable
 from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.spec.positions import GridTHW, patch_positions
+
+
+@pytest.mark.parametrize("side", [6, 48])
+def test_position_table_is_interpolated_as_in_transformers(side: int) -> None:
+    grids = [
+        GridTHW(1, 2, 2),
+        GridTHW(1, 48, 48),
+        GridTHW(2, 6, 10, "video"),
+        GridTHW(1, 2, 100),
+        GridTHW(1, 64, 4),
+    ]
+    table = PositionTable(side, 5, torch.float32)
+    torch.nn.init.normal_(table.weight)
+    index, weight = get_vision_interpolation_indices_and_weights(
+        torch.tensor([[g.t, g.h, g.w] for g in grids]),
+        side,
+        mode="bilinear",
+        align_corners=True,
+        spatial_merge_size=2,
+    )
+
+    want = (table.weight[index] * weight[:, :, None]).sum(1)
+    place = torch.cat([patch_positions(grid, 2) for grid in grids]).int()
+    frame = torch.cat([torch.tensor([[g.h, g.w]]).expand(g.num_patches, 2) for g in grids]).int()
+    torch.testing.assert_close(table(place, frame), want, rtol=0, atol=2e-6)
+    draw = torch.randn(want.shape)
+    ours, theirs = (
+        torch.autograd.grad((x * draw).sum(), table.weight)[0] for x in (table(place, frame), want)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("section", [(6, 3, 3), (4, 4, 4), (2, 5, 5)])
