@@ -191,8 +191,7 @@ PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
         "tests/training/test_faults.py::test_run_killed_at_any_moment_is_the_undisturbed_one": (Q25,)
     },
     "Optimizer state in host memory: weights and moments are the same, bit for bit": {
-        "tests/training/test_offload.py::test_run_in_bf16_saves_the_same": (Q25,),
-        "tests/training/test_offload.py::test_experts_have_an_optimizer_of_their_own": (MOE,),
+        "tests/training/test_offload.py::test_run_in_bf16_saves_the_same": (Q25, MOE)
     },
     "A run goes on in another layout": {
         "tests/training/test_run.py::test_another_layout_goes_on_where_the_run_stopped": (Q25,),

@@ -170,7 +170,7 @@ def test_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path) -> N
     assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, ended
     # Other ranks of its replica learn of it in the same moment, and one of them may be the first to say it.
     assert re.search(r"train: rank \d " + WHERE.format(tp=r"\d", pp=r"\d"), ended.message), ended
-    assert re.search(r"a process of the loader \(\d+\) was killed from outside. The ker", ended.message)
+    assert re.search(r"a process of the loader \(\d+\) was killed from outside. If `dmesg`", ended.message)
     assert "Traceback" not in ended.stderr and "please report" not in ended.stderr
 
 
