@@ -1,4 +1,4 @@
-"""Starts the ranks of a training run on this node, with torchrun's options. It differs in three ways.
+"""Starts the ranks of a training run on this node, with torchrun's options. It differs in four ways.
 
     python -m megatron_vl.launch --standalone --nproc-per-node 8 -m megatron_vl.train --config RUN.yaml
 
@@ -7,6 +7,7 @@
 * SIGTERM, SIGUSR1, SIGHUP (a closed terminal) and Ctrl-C ask the ranks to save and end, and the exit code is
   then 0. Before the first step they end without saving, with 128 + the signal's number. A second Ctrl-C ends
   them at once. torchrun would kill the ranks after 30 seconds.
+* A rank that stays stopped (SIGSTOP) is killed. Other ranks of its node do that too, but it may be alone.
 * On CPU the ranks of a single node are forks of this process, which has imported what they need. Importing
   takes seconds of processor time, and there are more ranks than cores. With GPUs each rank is a program of
   its own. ``--fork`` before torchrun's options forks any module, for commands that know that they run on CPU.
@@ -35,7 +36,7 @@ from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel import joining
 from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s, join_nodes, raise_open_file_limit
 from megatron_vl.system import host_memory
-from megatron_vl.system.processes import list_children
+from megatron_vl.system.processes import kill_process_tree, list_children
 from megatron_vl.system.signals import (
     STOP_SIGNALS,
     handle_stop_signals,
@@ -46,6 +47,8 @@ from megatron_vl.system.signals import (
 )
 
 RANK_PROGRAM = "megatron_vl.train"
+STOPPED_GRACE_S = 30.0
+"""Seconds after ``failures.timeout_s`` in which the other ranks of the node may kill a stopped rank."""
 
 _launcher_pid = 0
 _received_signals: list[int] = []
@@ -91,6 +94,8 @@ def main(argv: list[str] | None = None) -> int:
         set_signal_handler(STOP_SIGNALS, _ask_ranks_to_stop)
         threading.Thread(target=_wait_for_ranks, daemon=True).start()
     timeout_s = config.failures.timeout_s if config is not None else 0
+    if timeout_s:
+        threading.Thread(target=kill_stopped_ranks, args=(timeout_s + STOPPED_GRACE_S,), daemon=True).start()
 
     # torchrun logs each failure and each signal that it sends, but the ranks have printed the cause already.
     for logger_name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
@@ -236,6 +241,31 @@ def _run_as_rank(module_name: str, run_args: list[str]) -> None:
     # The launcher's SIGUSR1 is for ranks that still run, and must not turn a success into a failure.
     for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN if signal_number == signal.SIGUSR1 else signal.SIG_DFL)
+
+
+def kill_stopped_ranks(stopped_limit_s: float, poll_interval_s: float = 5.0) -> None:
+    """Kills children that stay stopped for longer than ``stopped_limit_s``. Does not return."""
+    stopped_since: dict[int, float] = {}
+    last_poll = time.monotonic()
+    while True:
+        time.sleep(poll_interval_s)
+        now = time.monotonic()
+        if now - last_poll > 4 * poll_interval_s:
+            stopped_since.clear()  # this process was stopped too
+        last_poll = now
+        stopped_pids = [pid for pid in list_children(os.getpid()) if _is_stopped_process(pid)]
+        stopped_since = {pid: stopped_since.get(pid, now) for pid in stopped_pids}
+        for pid, began in stopped_since.items():
+            if now - began > stopped_limit_s:
+                _print_message(f"process {pid} was stopped for {stopped_limit_s:.0f} s and is killed")
+                kill_process_tree(pid)
+
+
+def _is_stopped_process(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
 
 
 def _ask_ranks_to_stop(signal_number: int, frame: FrameType | None) -> None:

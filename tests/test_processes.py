@@ -89,6 +89,23 @@ def test_no_process_lives_to_see_one_below_it_die() -> None:
     wait_until(lambda: all(map(has_ended, below)))
 
 
+def test_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
+    """In a process of its own, because it looks at all children."""
+    program = (
+        "import signal, subprocess, threading, time\n"
+        "from megatron_vl.launch import kill_stopped_ranks\n"
+        "stopped, running = (subprocess.Popen(['sleep', '60']) for _ in range(2))\n"
+        "stopped.send_signal(signal.SIGSTOP)\n"
+        "threading.Thread(target=kill_stopped_ranks, args=(0.5, 0.1), daemon=True).start()\n"
+        "start = time.monotonic()\n"
+        "print(stopped.wait(30), time.monotonic() - start > 0.5, running.poll())\n"
+        "running.kill()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["-9", "True", "None"], done.stderr
+    assert "was stopped for 0 s and is killed" in done.stderr
+
+
 def test_without_proc_memory_and_this_process_are_still_known(monkeypatch):
     from megatron_vl.parallel import heartbeat
     from megatron_vl.system import host_memory
