@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,10 @@ from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter
 from megatron_vl.training.step import SKIP_TEXTS, StepResult
 
+MAX_LIST_BYTES = 4 << 20
+"""Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""
+MAX_BACKLOG_SAMPLES = 10_000
+"""Largest number of samples that a rank keeps for the lists of later lines. Further ones are only counted."""
 LINE_CHARS = 100
 """Largest width of a printed line, unless a single part of it is longer."""
 _LARGEST = ("data_wait_s", "memory_gib")
@@ -146,7 +151,7 @@ class MetricsLog:
 
         if self.config.log.samples:
             self.sample_keys += step_batch.sample_keys
-        self.unsent_samples += step_batch.dropped_samples
+        self.unsent_samples = (self.unsent_samples + step_batch.dropped_samples)[:MAX_BACKLOG_SAMPLES]
 
     def log_step(
         self,
@@ -195,6 +200,7 @@ class MetricsLog:
     def _gather_sample_lists(self, step: int, totals: StepMetrics) -> tuple[dict[str, int], dict[str, Any]]:
         """Sends the lists of samples from the loaders' owners to rank 0, which writes them. Collective.
 
+        The size of one line's lists is bounded for all ranks together. Other samples wait for the next line.
         Returns (number of unusable samples by reason, details of the listed ones by reason) on all ranks.
         """
         if not totals.sending_ranks:
@@ -202,13 +208,11 @@ class MetricsLog:
 
         self.rank_0_gather.begin_round()
         if self.step_metrics.sending_ranks:
-            message = {
-                "reasons": self.drop_reasons,
-                "dropped": self.unsent_samples,
-                "keys": self.sample_keys,
-            }
+            max_bytes = MAX_LIST_BYTES // totals.sending_ranks
+            dropped, self.unsent_samples = _split_by_size(self.unsent_samples, max_bytes)
+            message = {"reasons": self.drop_reasons, "dropped": dropped, "keys": self.sample_keys}
             self.rank_0_gather.send_message(self.grid.dp_rank, message)
-            self.drop_reasons, self.unsent_samples, self.sample_keys = Counter(), [], []
+            self.drop_reasons, self.sample_keys = Counter(), []
 
         reasons: Counter[str] = Counter()
         listed: list[dict[str, Any]] = []
@@ -327,6 +331,19 @@ def busiest_rank_load(expert_tokens: Tensor, ep: int) -> float:
     """
     rank_tokens = expert_tokens.unflatten(1, (ep, -1)).sum(2)
     return float((rank_tokens.amax(1) / rank_tokens.mean(1)).mean())
+
+
+def _split_by_size(
+    samples: list[dict[str, Any]], max_bytes: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The first samples up to about ``max_bytes`` bytes (at least one sample), and the remaining ones."""
+    count, used_bytes = 0, 0
+    for sample in samples:
+        used_bytes += len(json.dumps(sample))
+        if count and used_bytes > max_bytes:
+            break
+        count += 1
+    return samples[:count], samples[count:]
 
 
 def mtp_text(numbers: Mapping[str, Any]) -> str:
