@@ -99,10 +99,19 @@ class ChunkStreamer:
             min_slots: number of slots that the update may use even if there is no free memory; 0 in passes,
                 which may need more memory until the next check.
         """
-        reserved_share = 0.0 if min_slots else FREE_MEMORY_SHARE
+        if self._next_chunk == len(self.state_chunks):
+            return
+        used_bytes, peak_bytes = (
+            self.memory_usage()
+        )  # once a call, because torch collects many numbers for it
+        free_bytes = peak_bytes - used_bytes
+        if not min_slots:
+            free_bytes -= round(FREE_MEMORY_SHARE * peak_bytes)
+
         while self._next_chunk < len(self.state_chunks):
-            if self.num_chunks_on_device < min_slots or self._has_room(reserved_share):
+            if self.num_chunks_on_device < min_slots or self.slot_bytes <= free_bytes:
                 device_slot = self._new_slot()
+                free_bytes -= self.slot_bytes
             elif self._leaving_slots:
                 device_slot = self._leaving_slots.popleft()
                 device_slot.enter(SlotPhase.FREE)
@@ -123,10 +132,6 @@ class ChunkStreamer:
 
             self._slots_by_chunk[self._next_chunk] = device_slot
             self._next_chunk += 1
-
-    def _has_room(self, reserved_share: float) -> bool:
-        used_bytes, peak_bytes = self.memory_usage()
-        return used_bytes + self.slot_bytes + reserved_share * peak_bytes <= peak_bytes
 
     def _new_slot(self) -> DeviceSlot:
         device_buffer = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
