@@ -60,7 +60,7 @@ def join_documents() -> None:
     """Makes the samples of each drawn row one sample."""
     draw_row = synthetic.draw_row
 
-    def draw_joined_row(row: list[synthetic.DrawnSample]) -> list[TokenizedSample]:
+    def draw_joined_row(row: list[synthetic.ChosenSample]) -> list[TokenizedSample]:
         samples = draw_row(row)
         token_ids = torch.cat([sample.token_ids for sample in samples])
         loss_mask = torch.cat([sample.loss_mask for sample in samples])

@@ -98,13 +98,13 @@ class SyntheticRows:
         distinct_steps = range(self._row_count // math.gcd(self._row_count, self._rows_per_step))
         steps_and_rows = itertools.product(distinct_steps, range(self._rows_per_rank))
         own_numbers = dict.fromkeys(self._row_number(step, i) % self._row_count for step, i in steps_and_rows)
-        drawn_rows = list(choose_rows(self._data_config, self._spec))
+        chosen_rows = list(choose_rows(self._data_config, self._spec))
         threads = ThreadPoolExecutor(DRAWING_THREADS)
-        rows = {number: threads.submit(self._pack_row, drawn_rows[number]) for number in own_numbers}
+        rows = {number: threads.submit(self._pack_row, chosen_rows[number]) for number in own_numbers}
         threads.shutdown(wait=False)
         return rows
 
-    def _pack_row(self, row: list[DrawnSample]) -> TrainingRow:
+    def _pack_row(self, row: list[ChosenSample]) -> TrainingRow:
         return pin_row(pack_row(draw_row(row), self._spec, self._data_config.seq_len))
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,7 +132,9 @@ class SyntheticRows:
         self._start_row = saved_state["rows"]
 
     def close(self) -> None:
-        """Frees the rows."""
+        """Frees the rows, and ends their drawing."""
+        for row in self._rows.values():
+            row.cancel()
         self._rows = {}
 
 
@@ -147,7 +149,7 @@ def distinct_row_count(seq_len: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawnSample:
+class ChosenSample:
     """A sample whose tokens and pixels are not drawn yet."""
 
     num_tokens: int
@@ -157,7 +159,7 @@ class DrawnSample:
         return self.num_tokens
 
 
-def draw_row(row: list[DrawnSample]) -> list[TokenizedSample]:
+def draw_row(row: list[ChosenSample]) -> list[TokenizedSample]:
     """Draws the tokens and pixels of a row, which takes 0.1 s for 8,192 tokens of images."""
     return [sample.draw() for sample in row]
 
@@ -167,12 +169,12 @@ def draw_rows(data_config: DataConfig, spec: ModelSpec) -> Iterator[list[Tokeniz
     return map(draw_row, choose_rows(data_config, spec))
 
 
-def choose_rows(data_config: DataConfig, spec: ModelSpec) -> Iterator[list[DrawnSample]]:
+def choose_rows(data_config: DataConfig, spec: ModelSpec) -> Iterator[list[ChosenSample]]:
     """Yields each different row of ``data.path``, before its tokens and pixels are drawn."""
     rng, seq_len = random.Random(data_config.seed), data_config.seq_len
     choose_sample = {"synthetic:images": image_sample, "synthetic:text": text_sample}[str(data_config.path)]
 
-    def choose_samples() -> Iterator[DrawnSample]:
+    def choose_samples() -> Iterator[ChosenSample]:
         while True:
             yield choose_sample(spec, rng, seq_len)
 
@@ -191,7 +193,7 @@ def fill_rows[Sample: Sized](samples: Iterable[Sample], seq_len: int) -> Iterato
         tokens_used += len(sample)
 
 
-def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> DrawnSample:
+def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> ChosenSample:
     """One image with a question and its answer. Each has at most half of a row."""
     merge_size = spec.vision.spatial_merge_size
     merged_pixels = spec.vision.patch_size * merge_size
@@ -212,10 +214,10 @@ def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> DrawnSamp
         return TokenizedSample(token_ids, loss_mask, [media_item])
 
     start_and_end = 2
-    return DrawnSample(columns * rows + start_and_end + num_text_tokens, draw)
+    return ChosenSample(columns * rows + start_and_end + num_text_tokens, draw)
 
 
-def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> DrawnSample:
+def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> ChosenSample:
     """A document about as long as an image sample, without an image."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     num_tokens = min(seq_len, rng.choice(DOCUMENT_LENGTHS))
@@ -224,7 +226,7 @@ def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> DrawnSampl
         token_ids = random_text_ids(spec, num_tokens, generator)
         return TokenizedSample(token_ids, loss_mask=torch.ones(num_tokens, dtype=torch.bool))
 
-    return DrawnSample(num_tokens, draw)
+    return ChosenSample(num_tokens, draw)
 
 
 def random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
