@@ -151,7 +151,7 @@ def test_export_of_a_run_names_the_base_of_its_adapters(tmp_path: Path) -> None:
     step.rename(tmp_path / "step_00000001" / "weights")
     for hf, base in ((original, tuned), (tuned, tuned)):
         out = tmp_path / f"out {hf.name}"
-        job = ExportJob(str(tmp_path / "step_00000001"), str(hf), str(out), 0, 0, {"step": 1})
+        job = ExportJob(str(tmp_path / "step_00000001"), str(hf), str(out), 0, True, {"step": 1})
         export_step(job)
         config = json.loads((out / ADAPTER_CONFIG_FILE).read_text())
         facts = json.loads((out / EXPORT_FACTS_FILE).read_text())

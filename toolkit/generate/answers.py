@@ -70,7 +70,7 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
     if read_export_facts(export_dir).get("weights") != reader.manifest["digest"]:
         print_line(f"exporting step {step} to {export_dir}")
         facts, merges = {"step": step}, bool(reader.lora.rank)
-        export_step(ExportJob(str(step_dir), hf, str(export_dir), os.getpid(), 0, facts, merges))
+        export_step(ExportJob(str(step_dir), hf, str(export_dir), os.getpid(), True, facts, merges))
     return export_dir
 
 

@@ -39,8 +39,8 @@ class ExportJob:
     """Folder to write. If it exists, it was exported from other weights and is renamed."""
     parent: int
     """Process id of the trainer; this process ends when the trainer does."""
-    leave_free: int
-    """Bytes that must stay free on the disk for the training's next checkpoint."""
+    is_last: bool
+    """Whether the training writes no further checkpoint, for which the disk would need room."""
     facts: dict[str, Any]
     """Contents of the file that records where the export comes from (:data:`EXPORT_FACTS_FILE`)."""
     merges_adapter: bool = False
@@ -108,6 +108,11 @@ def media_note(export_dir: Path, hf_dir: Path) -> str:
         return ""  # without a processor config that can be read, there is nothing to compare
 
 
+def _folder_bytes(folder: Path) -> int:
+    """Size of a checkpoint, which the next one will need too. A large run's has many thousand files."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
 def _check_free_space(export_job: ExportJob, writes_peft: bool) -> None:
     from converters.fp8 import is_fp8_folder
 
@@ -115,11 +120,12 @@ def _check_free_space(export_job: ExportJob, writes_peft: bool) -> None:
     source_dir = Path(export_job.checkpoint) / "weights" if writes_peft else Path(export_job.hf)
     size = sum(path.stat().st_size for path in source_dir.glob("*.safetensors"))
     size *= 1 if writes_peft or not is_fp8_folder(source_dir) else 2  # it is written in bfloat16
+    next_size = 0 if export_job.is_last else _folder_bytes(Path(export_job.checkpoint))
     free_bytes = shutil.disk_usage(Path(export_job.out).parent).free
-    if free_bytes < size + export_job.leave_free:
+    if free_bytes < size + next_size:
         raise UserError(
             f"the disk has {free_bytes / 1e9:.1f} GB free; the export takes {size / 1e9:.1f} GB, and"
-            f" {export_job.leave_free / 1e9:.1f} GB are left for the next checkpoint"
+            f" {next_size / 1e9:.1f} GB are left for the next checkpoint"
         )
 
 

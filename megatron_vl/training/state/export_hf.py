@@ -135,7 +135,7 @@ class HfExporter:
             "hf": str(self.hf_dir),
             "out": str(export_dir_path(self.run_dir, saved.step)),
             "parent": os.getpid(),
-            "leave_free": 0 if saved.step == self.last_step else _dir_size_bytes(saved.path),
+            "is_last": saved.step == self.last_step,
             "facts": {"step": saved.step},
         }
         self._start_time = time.monotonic()
@@ -180,11 +180,6 @@ def _failure_reason(exit_code: int, stderr_text: str) -> str:
         return f"{name} ended it" + (f". {host_memory.KILL_ADVICE}" if name == "SIGKILL" else "")
     lines = [line for line in stderr_text.splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else f"it ended with exit code {exit_code}"
-
-
-def _dir_size_bytes(checkpoint_path: Path) -> int:
-    """Size of a checkpoint in bytes, which the next checkpoint will need too."""
-    return sum(path.stat().st_size for path in checkpoint_path.rglob("*") if path.is_file())
 
 
 def _print_message(message: str) -> None:
