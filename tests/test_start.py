@@ -3,6 +3,7 @@ unchanged for the user afterwards."""
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vl.core_fixes.faster_imports import _compile_at_first_call
+from megatron_vl.core_fixes.faster_imports import _compile_at_first_call, _keeping_kernels
 from tests.support.tiny_run import command, environment, prepare
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
@@ -147,3 +148,24 @@ def test_run_on_cpu_calls_no_kernel_of_transformer_engine(tmp_path: Path) -> Non
     run_command = command(prepared, tmp_path / "run", "--optimizer.clip_grad", "1e-3", ranks=1, steps=3)
     done = subprocess.run(run_command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(("mode", "can_lock"), [(0o700, True), (0o777, True), (0o700, False)])
+def test_attention_kernels_are_kept_in_a_private_folder_with_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, can_lock: bool
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    variable = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+    for each in (variable, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+        monkeypatch.setenv(each, "")  # so that it is restored
+        monkeypatch.delenv(each)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if not can_lock:
+        monkeypatch.setattr("fcntl.flock", refuse)
+    folder = tmp_path / f"megatron-vl-kernels-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(mode)
+    with _keeping_kernels():
+        assert (os.environ.get(variable) == "1") == (mode == 0o700 and can_lock)

@@ -8,12 +8,13 @@
   0.9 s, and far more on a network's disk. Here it learns this of the packages that it asks for.
 * If scikit-learn is installed, transformers imports it, with SciPy and pandas, for speculative decoding: two
   seconds of every process that reads a tokenizer. Nothing here decodes speculatively.
-* FlashAttention-4 compiles its kernels in each process, unless it is told to keep them. Here it keeps them in
-  a folder of this user on this machine, where no one else can write.
+* FlashAttention-4 compiles its kernels in every process by default. This turns on its cache, in a folder of
+  this user on this machine, where no one else can write.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib.abc
 import importlib.machinery
@@ -133,12 +134,16 @@ def _without_sklearn() -> Iterator[None]:
 
 @contextmanager
 def _keeping_kernels() -> Iterator[None]:
-    """Kernels are kept on a local disk, because locks in home folders on a network's disk may fail."""
+    """The cache is on a local disk, and stays off where files cannot be locked: FlashAttention-4 would wait
+    15 s for a lock, and then end the run."""
     folder = Path(tempfile.gettempdir()) / f"megatron-vl-kernels-{os.getuid()}"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         facts = folder.lstat()
-        if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
+        is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+        if is_own:
+            with (folder / "locks").open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     yield
