@@ -151,6 +151,10 @@ def test_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     (tmp_path / WANDB_RUN_FILE).unlink()
     assert run_id("--wandb.project", "others") != other
 
+    (tmp_path / WANDB_RUN_FILE).write_text("[")
+    with pytest.raises(UserError, match="wandb.json is damaged .* delete it"):
+        WandbSink(offline(tmp_path))
+
 
 @needs_wandb
 @pytest.mark.usefixtures("rereads_variables")

@@ -211,11 +211,14 @@ def scalar_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
-    """Id of the W&B run that this run continues; None for a new one."""
+    """Id of the W&B run that this run continues; None for a new one. Raises UserError if it is damaged."""
     run_file = Path(config.checkpoint.dir) / WANDB_RUN_FILE
     if not (config.checkpoint.dir and run_file.is_file()):
         return None
-    run_record = json.loads(run_file.read_text())
-    stored_project = run_record["project"], run_record["entity"]
-    is_same = stored_project == (config.wandb.project, os.environ.get("WANDB_ENTITY", ""))
-    return run_record["id"] if is_same else None
+    try:
+        run_record = json.loads(run_file.read_text())
+        stored_project = run_record["project"], run_record["entity"]
+        project = config.wandb.project, os.environ.get("WANDB_ENTITY", "")
+        return str(run_record["id"]) if stored_project == project else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error
