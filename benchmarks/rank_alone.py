@@ -39,7 +39,11 @@ def return_own_message(target: Tensor, source: Tensor, *_: Any, **__: Any) -> An
     num_elements = min(sent.numel(), received.numel())
     received[:num_elements].copy_(sent[:num_elements])
     received[num_elements:].zero_()
-    return SimpleNamespace(wait=lambda: None)
+    if not received.is_cuda:
+        return SimpleNamespace(wait=lambda: None)
+    copied = torch.cuda.current_stream().record_event()
+    # As that of a real message, also where another stream waits for it.
+    return SimpleNamespace(wait=lambda: torch.cuda.current_stream().wait_event(copied))
 
 
 def join_fake_group(ranks: int) -> None:
