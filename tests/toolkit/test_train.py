@@ -159,6 +159,13 @@ def test_train_starts_the_ranks_of_several_nodes(started, inputs, capsys):
         assert words[4:10] == meeting
 
 
+def test_train_refuses_a_node_whose_name_leads_to_no_address(started, inputs, capsys, monkeypatch):
+    """Otherwise the launcher fails after the data were converted, and names nothing."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
+    assert main(["train", "--nnodes", "2", "--master-addr", "192.0.2.1", *inputs]) == 2
+    assert "own name, nobody.invalid, leads to no address" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("address", "host", "is_first"),
     [

@@ -191,6 +191,13 @@ def _rendezvous_arguments(
         raise UsageError(
             f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"
         )
+    try:
+        socket.getaddrinfo(own_name := socket.gethostname(), None)
+    except OSError as error:
+        raise UsageError(
+            f"this node's own name, {own_name}, leads to no address ({error}), and torch's launcher and Gloo "
+            "need one: add the name to /etc/hosts"
+        ) from error
     rendezvous_port = given_port or launch_environment.master_port
     endpoint_arguments = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{rendezvous_host}:{rendezvous_port}"]
     return [*endpoint_arguments, "--rdzv-id", launch_environment.job_id]
