@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.spec.families.hf_folder import read_config
 from megatron_vl.spec.tensors import MTP_PREFIX, tensor_table
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
@@ -79,6 +80,8 @@ def _open_checkpoint(checkpoint_path: Path, *, as_stored: bool) -> tuple[dict[st
         # The reader must not refuse damaged tensors: a comparison shows the differences.
         return _canonical_tensors(WeightReader(checkpoint_path, should_verify=False)), False
 
+    if (checkpoint_path / "config.json").is_file():
+        read_config(checkpoint_path / "config.json")  # which alone may say that a model is quantised
     folder = TensorFolder(checkpoint_path) if as_stored else open_tensor_folder(checkpoint_path)
     return {
         name: _StoredTensor(folder.shape(name), folder.dtype_code(name), partial(folder.read_region, name))

@@ -79,7 +79,13 @@ def first_file_alone(hf: Path) -> None:
 
 QUERY = "model.language_model.layers.0.self_attn.q_proj.weight"
 SCALE = torch.ones(1)
+TURNS = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello to you."}]
 REFUSED = {
+    # Peers write these names; the tensors beside them are plain here.
+    **{
+        method: (in_section("", "quantization_config", {"quant_method": method}), rf"quantised \({method}\)")
+        for method in ("gptq", "awq", "bitsandbytes", "mxfp4")
+    },
     "fp8 at the top": (in_section("", "quantization_config", FP8), r"field 'quantization_config'"),
     "fp8 in the tower": (
         in_section("vision_config", "quantization_config", FP8),
@@ -195,6 +201,8 @@ def test_the_tokenizers_template_is_noted(hf: Path) -> None:
 COMMANDS = {
     "convert": ["convert", "--hf", "HF", "--out", "OUT"],
     "train": ["train", "--model.hf", "HF", "--data.path", "synthetic:images", "--steps", "1", "--dry-run"],
+    "train from records": ["train", "--model.hf", "HF", "--data.path", "RECORDS", "--checkpoint.dir", "OUT"],
+    "verify": ["verify", "HF", "HF"],
     "plan": ["plan", "--hf", "HF", "--gpu", "H100", "--gpus", "1"],
     "parity": ["parity", "--hf", "HF", "--layouts", "1"],
     "export": ["export", "--checkpoint", "WEIGHTS", "--hf", "HF", "--out", "OUT"],
@@ -202,16 +210,17 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("kind", ["pointer as tokenizer", "fp8 without scales"])
+@pytest.mark.parametrize("kind", ["pointer as tokenizer", "fp8 without scales", "gptq"])
 def test_commands_refuse_it(hf: Path, tmp_path: Path, capsys, command: str, kind: str) -> None:
     if command == "export":
         convert_weights(hf, tmp_path / "weights")
     change, message = REFUSED[kind]
     change(hf)
-    paths = {"HF": hf, "OUT": tmp_path / "out", "WEIGHTS": tmp_path / "weights"}
+    (records := tmp_path / "records.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
+    paths = {"HF": hf, "OUT": tmp_path / "out", "WEIGHTS": tmp_path / "weights", "RECORDS": records}
     assert main([str(paths.get(word, word)) for word in COMMANDS[command]]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"megatron-vl {command}: {hf}") and re.search(message, said)
+    assert said.startswith(f"megatron-vl {COMMANDS[command][0]}: {hf}") and re.search(message, said)
     assert not paths["OUT"].exists()
 
 

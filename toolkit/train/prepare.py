@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_tools.input_files import INDEX_FILE, find_input_files, record_files, record_suffix
-from megatron_vl.config import RunConfigError, TrainConfig
+from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
 from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.system.errors import UserError
@@ -75,6 +75,8 @@ def prepare_run(
         added["data.path"] = str(dataset_dir)
         needed = ["usable"] if "data.seq_len" in stated_fields(run_args) else ["usable", "seq_len"]
         if is_first_node:
+            if not dataset_dir.exists():
+                _check_model(config)
             convert_once(records_path, dataset_dir, options)
             if "seq_len" in needed:
                 data_config = replace(config.data, path=str(dataset_dir))
@@ -84,6 +86,16 @@ def prepare_run(
         if "seq_len" in needed:
             added["data.seq_len"] = _read_source(dataset_dir)["seq_len"]
     return run_args + [f"--{name}={value}" for name, value in added.items()]
+
+
+def _check_model(config: TrainConfig) -> None:
+    """Refuses a model that cannot be trained before its data are written. Imports torch."""
+    from megatron_vl.spec.families import read_spec
+    from megatron_vl.weights.weight_reader import find_weights_dir
+
+    read_spec(config.model.hf)
+    if config.model.checkpoint not in ("", RANDOM_WEIGHTS):
+        find_weights_dir(config.model.checkpoint)
 
 
 @contextmanager
