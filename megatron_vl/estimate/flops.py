@@ -93,10 +93,14 @@ class RowFlops:
         layers = tuple(LayerFlops(a.dense + b.dense, a.experts + b.experts) for a, b in pairs)
         return RowFlops(layers, self.output + other.output, self.tower + other.tower)
 
+    @functools.cached_property
+    def layer_totals(self) -> tuple[float, ...]:
+        return tuple(map(sum, self.layers))
+
     @property
     def language(self) -> float:
         """The FLOPs of the language model."""
-        return sum(map(sum, self.layers)) + self.output
+        return sum(self.layer_totals) + self.output
 
     @property
     def total(self) -> float:

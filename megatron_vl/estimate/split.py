@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megatron_vl.config import TrainConfig, validate_config
+from megatron_vl.estimate.flops import RowFlops
 from megatron_vl.estimate.rows import assumed_rows, executed_flops
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, check_experts_use_sequence_parallel, configured_layout
@@ -59,22 +60,20 @@ def split_source(config: TrainConfig, saved_layout: Layout | None) -> Literal["g
     return "planned"
 
 
-def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
+def planned_layout(config: TrainConfig, spec: ModelSpec, flops: RowFlops | None = None) -> Layout:
     """The layout with the planned split.
+
+    Args:
+        flops: those of the assumed row; None: they are counted here.
 
     Raises:
         LayoutError: the sizes are impossible.
     """
     entry_count = config.parallel.pp * config.parallel.vpp
     unsplit = configured_layout(config, spec, [0] * (entry_count - 1) + [spec.language.num_layers])
-    flops = executed_flops(config, spec, assumed_rows(config, spec))
-    layers = balance_layers(
-        tuple(map(sum, flops.layers)),
-        0.0 if unsplit.decoupled else flops.tower,
-        flops.output,
-        unsplit.pp,
-        unsplit.vpp,
-    )
+    flops = flops or executed_flops(config, spec, assumed_rows(config, spec))
+    tower_flops = 0.0 if unsplit.decoupled else flops.tower
+    layers = balance_layers(flops.layer_totals, tower_flops, flops.output, unsplit.pp, unsplit.vpp)
     return dataclasses.replace(unsplit, layers_per_chunk=layers)
 
 
