@@ -99,10 +99,10 @@ def _sort_key(time: RunPrediction) -> tuple:
 def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     """The step of all possible sizes and placements, without recomputation and with the least offload."""
     groups, spec, rows = [], request.spec, assumed_rows(request.config, request.spec)
+    run = with_offload_fraction(request.config, request.offload_shares[0])
     for parallel in _parallel_configs(request):
-        config = dataclasses.replace(request.config, parallel=parallel)
-        config = with_offload_fraction(config, request.offload_shares[0])
-        config = dataclasses.replace(config, recompute=next(_recomputes(request, config)))
+        recompute = next(_recomputes(request, parallel.etp))
+        config = dataclasses.replace(run, parallel=parallel, recompute=recompute)
         try:
             dp = validate_config(config, request.world_size)
             # On one rank, there is nothing to share; FP8 needs the tower on the first stage.
@@ -123,15 +123,15 @@ def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     return groups
 
 
-def _recomputes(request: SearchRequest, config: TrainConfig) -> Iterator[RecomputeConfig]:
+def _recomputes(request: SearchRequest, etp: int) -> Iterator[RecomputeConfig]:
     """The recompute settings that a run can have, the one that needs least memory last."""
+    has_no_experts = request.spec.language.moe is None or etp > 1
+    can_keep = request.config.fp8.recipe == "none" and request.gpu.has_flash_attention
     for recompute_fields in RECOMPUTE_LADDER:
         fields: dict[str, Any] = {"offload_inputs": False, "keep": []} | recompute_fields
-        has_no_experts = request.spec.language.moe is None or config.parallel.etp > 1
-        can_keep = config.fp8.recipe == "none" and request.gpu.has_flash_attention
         if fields["keep"] and (not can_keep or "experts" in fields["keep"] and has_no_experts):
             continue  # it would keep less than this
-        yield dataclasses.replace(config.recompute, **fields)
+        yield dataclasses.replace(request.config.recompute, **fields)
 
 
 def _cheapest_fit(
@@ -141,7 +141,7 @@ def _cheapest_fit(
     if not _smallest_variant(request, group).first_stages_fit(1):
         return None
     best: RunPrediction | None = None
-    for recompute in _recomputes(request, group.config):
+    for recompute in _recomputes(request, group.layout.etp):
         run = _with_recompute(group, recompute)
         for share in request.offload_shares:  # each makes a step longer
             run = dataclasses.replace(run, config=with_offload_fraction(run.config, share))
@@ -161,7 +161,7 @@ def _variant_key(run: RunPrediction) -> tuple[float, float]:
 
 def _smallest_variant(request: SearchRequest, group: RunPrediction) -> RunPrediction:
     """The run with these sizes that needs least memory."""
-    run = _with_recompute(group, [*_recomputes(request, group.config)][-1])
+    run = _with_recompute(group, [*_recomputes(request, group.layout.etp)][-1])
     config = with_offload_fraction(run.config, request.offload_shares[-1])
     return dataclasses.replace(run, config=config)
 
@@ -205,8 +205,6 @@ def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
     dense_text = sizes_text("tp", "cp", "pp", "vpp", "dp") or "one GPU"
-    if layout.key_ranks > 1:
-        dense_text += f", {layout.key_ranks} ranks gather keys"
     further_parts = [sizes_text("ep", "etp")]
     recompute, language_mode = config.recompute, config.recompute.language
     if language_mode == "selective" and recompute.language_modules == ["activation"]:

@@ -34,12 +34,11 @@ def run_layout(
     validate_config(config, world_size)
     parallel_config = config.parallel
     check_experts_use_sequence_parallel(spec, parallel_config.tp, parallel_config.sequence_parallel)
-    layers_origin = split_source(config, saved_layout)
+    layers_origin, layers = split_source(config, saved_layout), parallel_config.layers
     if layers_origin == "planned":
         return planned_layout(config, spec)
     if layers_origin == "saved" and saved_layout is not None:
         return configured_layout(config, spec, saved_layout.layers_per_chunk)
-    layers = parallel_config.layers
     return configured_layout(config, spec, layers if isinstance(layers, list) else None)
 
 
@@ -108,19 +107,16 @@ def balance_layers(
         entries = entry_flops(best_layers)
         stages = sorted(range(pp), key=lambda stage: sum(entries[stage::pp]))
         moves = itertools.product(range(stages[-1], pp * vpp, pp), range(stages[0], pp * vpp, pp))
-        neighbours = [_move_layer(best_layers, *move) for move in moves if best_layers[move[0]]]
+        neighbours = [
+            tuple(n - (i == source) + (i == target) for i, n in enumerate(best_layers))
+            for source, target in moves
+            if best_layers[source]
+        ]
         best_neighbour = min(neighbours, key=imbalance, default=best_layers)
         if imbalance(best_neighbour) >= imbalance(best_layers):
             break
         best_layers = best_neighbour
     return best_layers
-
-
-def _move_layer(layers: Sequence[int], source_entry: int, target_entry: int) -> tuple[int, ...]:
-    moved_layers = list(layers)
-    moved_layers[source_entry] -= 1
-    moved_layers[target_entry] += 1
-    return tuple(moved_layers)
 
 
 def _balance_entries(

@@ -118,7 +118,7 @@ def test_offload_is_found_where_the_host_has_the_memory() -> None:
 )
 def test_search_keeps_only_outputs_that_a_run_can_keep(size, gpu, options, kept) -> None:
     request = request_of(size, 8, 32, *options, gpu=gpu)
-    recomputes = _recomputes(request, request.config)
+    recomputes = _recomputes(request, etp=1)
     assert {kind for recompute in recomputes for kind in recompute.keep} == kept
 
 
