@@ -182,7 +182,7 @@ def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
         range(1, largest_pp + 1),
         _powers_of_two(min(LARGEST_EP, world_size)) if moe else [1],
     ):
-        if world_size % (tp * pp):
+        if world_size % (tp * pp) or world_size // pp % ep:
             continue
         has_wide_experts = moe is not None and moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tp
         expert_tensor_sizes = [1, tp] if has_wide_experts and tp > 1 else [1]
