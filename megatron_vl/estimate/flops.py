@@ -56,18 +56,8 @@ def row_sizes(
         frame_lengths, window_lengths: empty for a row of text.
         loss_tokens: tokens for which the output layer is computed; many programs count all tokens.
     """
-
-    def pairs(lengths: list[int]) -> int:
-        return sum(length * length for length in lengths)
-
-    return RowSizes(
-        tokens=sum(document_lengths),
-        token_pairs=pairs(document_lengths),
-        loss_tokens=loss_tokens,
-        patches=sum(frame_lengths),
-        frame_pairs=pairs(frame_lengths),
-        window_pairs=pairs(window_lengths),
-    )
+    pairs = [sum(n * n for n in lengths) for lengths in (document_lengths, frame_lengths, window_lengths)]
+    return RowSizes(sum(document_lengths), pairs[0], loss_tokens, sum(frame_lengths), *pairs[1:])
 
 
 class LayerFlops(NamedTuple):
@@ -93,10 +83,14 @@ class RowFlops:
         layers = tuple(LayerFlops(a.dense + b.dense, a.experts + b.experts) for a, b in pairs)
         return RowFlops(layers, self.output + other.output, self.tower + other.tower)
 
+    @functools.cached_property
+    def layer_totals(self) -> tuple[float, ...]:
+        return tuple(map(sum, self.layers))
+
     @property
     def language(self) -> float:
         """The FLOPs of the language model."""
-        return sum(map(sum, self.layers)) + self.output
+        return sum(self.layer_totals) + self.output
 
     @property
     def total(self) -> float:

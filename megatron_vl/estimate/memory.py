@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_vl.config import TrainConfig
@@ -95,7 +95,6 @@ def stage_memories(
     layout: Layout,
     data_parallel_size: int,
     fullest_row: RowSizes | None = None,
-    stage_count: int | None = None,
 ) -> list[StageMemory]:
     """The peak memory of each pipeline stage, first stage first.
 
@@ -103,8 +102,18 @@ def stage_memories(
         layout: it need not be the one that ``config`` asks for.
         fullest_row: what the fullest row holds; None: as many patches as a row can hold
             (``data.max_patches``, or a merged feature for every token), and a loss of every token.
-        stage_count: number of stages to estimate; None: all.
     """
+    return [*iterate_stages(config, spec, layout, data_parallel_size, fullest_row)]
+
+
+def iterate_stages(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    data_parallel_size: int,
+    fullest_row: RowSizes | None = None,
+) -> Iterator[StageMemory]:
+    """:func:`stage_memories`, each stage when it is asked for."""
     seq_len = config.data.seq_len
     most_patches = seq_len * spec.vision.merge_unit
     patch_count, loss_tokens = min(most_patches, config.data.max_patches or most_patches), seq_len
@@ -113,10 +122,8 @@ def stage_memories(
     micro_batches = config.global_batch_size // data_parallel_size
     frozen_config = freeze_parts_without_lora(config, spec)
     estimator = ActivationEstimator(frozen_config, spec, layout, patch_count, loss_tokens, micro_batches)
-    counts_by_stage = stage_parameters(frozen_config, spec, layout, data_parallel_size)
-    return [
-        _stage_memory(estimator, stage, counts) for stage, counts in enumerate(counts_by_stage[:stage_count])
-    ]
+    for stage, counts in enumerate(stage_parameters(frozen_config, spec, layout, data_parallel_size)):
+        yield _stage_memory(estimator, stage, counts)
 
 
 def peak_stage_gib(stages: Sequence[StageMemory]) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
@@ -34,45 +34,26 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
 
 def stage_parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
-) -> list[ParameterCounts]:
+) -> Iterator[ParameterCounts]:
     """The parameters of one GPU of each pipeline stage."""
-    counts_by_section, layers_before = _run_counts(config, spec, layout, data_parallel_size)
-    parts: list[list[ParameterCounts]] = [[] for _ in range(layout.pp)]
-    for stage, stage_parts in enumerate(parts):
-        if layout.decoupled or stage == 0:
-            stage_parts.append(counts_by_section["vision"])
-        for chunk_index in range(layout.vpp):
-            layers = layout.chunk_layers(stage, chunk_index)
-            ends = zip(layers_before[layers.start], layers_before[layers.stop], strict=True)
-            stage_parts.append(ParameterCounts(*(after - before for before, after in ends)))
-    parts[0].append(counts_by_section["embedding"])
-    parts[-1].append(counts_by_section["head"])
-    if layout.pp > 1 and spec.language.tied_embeddings:
-        parts[-1].append(counts_by_section["tied"])
-    return [_sum_counts(*stage_parts) for stage_parts in parts]
-
-
-def replica_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int) -> float:
-    """Bytes of weights, gradients and optimizer state on the GPU, summed over one GPU of each stage."""
-    sections, layers_before = _run_counts(config, spec, layout, data_parallel_size)
-    ends = (sections[name] for name in ("vision", "embedding", "head"))
-    counts = _sum_counts(layers_before[-1], *ends)
-    state_bytes = optimizer_state_bytes(config)[0] * (1 - offloaded_fraction(config))
-    weight_bytes = bytes_per_element(config) * counts.parameter_count
-    return weight_bytes + 4 * counts.trained_count + state_bytes * counts.owned_count
-
-
-def _run_counts(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
-) -> tuple[dict[str, ParameterCounts], list[ParameterCounts]]:
-    """:func:`_counts_by_section` for a run."""
     ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
     is_distributed = config.parallel.distributed_optimizer
-    return _counts_by_section(spec, layout.sharding, ranks, is_distributed, config.lora, config.model)
+    sections, layer_counts = _counts_by_section(
+        spec, layout.sharding, ranks, is_distributed, config.lora, config.model
+    )
+    layers_of_stages = zip(*map(layout.stage_sums, layer_counts), strict=True)
+    parts = [[ParameterCounts(*counts)] for counts in layers_of_stages]
+    for stage_parts in parts if layout.decoupled else parts[:1]:
+        stage_parts.append(sections["vision"])
+    parts[0].append(sections["embedding"])
+    parts[-1].append(sections["head"])
+    if layout.pp > 1 and spec.language.tied_embeddings:
+        parts[-1].append(sections["tied"])
+    return map(_sum_counts, parts)
 
 
-def _sum_counts(*counts: ParameterCounts) -> ParameterCounts:
-    return ParameterCounts(*map(sum, zip(ParameterCounts(0, 0, 0), *counts, strict=True)))
+def _sum_counts(counts: Iterable[ParameterCounts]) -> ParameterCounts:
+    return ParameterCounts(*map(sum, zip(*counts, strict=True)))
 
 
 @functools.cache
@@ -83,9 +64,9 @@ def _counts_by_section(
     distributed_optimizer: bool,
     lora: LoraConfig,
     model_config: ModelConfig,
-) -> tuple[dict[str, ParameterCounts], list[ParameterCounts]]:
-    """The parameters on one GPU: those of each section of the model, and of the decoder layers before each
-    layer and the end. Adapters are in the sections of their matrices.
+) -> tuple[dict[str | LayerKind, ParameterCounts], list[tuple[float, ...]]]:
+    """The parameters on one GPU: those of each section of the model, and of the decoder layers (a tuple for
+    each number of :class:`ParameterCounts`). Adapters are in the sections of their matrices.
 
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
@@ -104,12 +85,9 @@ def _counts_by_section(
         owned_size = trained_size / (optimizer_shards if distributed_optimizer else 1)
         return ParameterCounts(shard_size, trained_size, owned_size)
 
-    counts = {
-        section: _sum_counts(*map(count, infos)) for section, infos in _tensors_by_section(spec, lora).items()
-    }
-    layer_counts = (counts[kind] for kind in layer_kinds(spec, lora))
-    layers_before = list(itertools.accumulate(layer_counts, _sum_counts, initial=ParameterCounts(0, 0, 0)))
-    return {name: count for name, count in counts.items() if isinstance(name, str)}, layers_before
+    tensors = _tensors_by_section(spec, lora)
+    counts = {section: _sum_counts(map(count, infos)) for section, infos in tensors.items()}
+    return counts, [*zip(*(counts[kind] for kind in layer_kinds(spec, lora)), strict=True)]
 
 
 @functools.cache

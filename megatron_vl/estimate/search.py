@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, validate_config
-from megatron_vl.estimate.gpus import Gpu, reserve_gib
-from megatron_vl.estimate.memory import GIB
-from megatron_vl.estimate.parameters import offloaded_fraction, replica_bytes
-from megatron_vl.estimate.rows import executed_flops
+from megatron_vl.config import ParallelConfig, RecomputeConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.estimate.gpus import Gpu
+from megatron_vl.estimate.memory_check import with_offload_fraction
+from megatron_vl.estimate.parameters import offloaded_fraction
+from megatron_vl.estimate.rows import assumed_rows, executed_flops
 from megatron_vl.estimate.split import planned_layout
-from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, predict_layout
+from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import LayoutError
@@ -58,10 +58,13 @@ class SearchRequest:
 
     def fits(self, prediction: RunPrediction) -> bool:
         """Whether a run fits both the GPUs and the host memory."""
-        # The first stage, which is quickly estimated, is often the fullest.
-        if not prediction.stages_fit(prediction.first_stages(1)):
-            return False
         return prediction.fits_memory and prediction.host_gib <= self.host_gib
+
+    @property
+    def offload_shares(self) -> list[float]:
+        """The shares of the optimizer's state in host memory to try, the least first."""
+        own_share = offloaded_fraction(self.config)
+        return sorted({own_share, *(share for share in OFFLOAD_SHARES if share > own_share)})
 
 
 def search_layouts(request: SearchRequest) -> list[RunPrediction]:
@@ -83,8 +86,7 @@ def search_layouts(request: SearchRequest) -> list[RunPrediction]:
 
 def smallest_layout(request: SearchRequest) -> RunPrediction:
     """The layout that needs least memory. It raises the error of :func:`search_layouts`."""
-    groups = _size_groups(request)
-    smallest = (_with_config(group, [*_variants(request, group.config)][-1]) for group in groups)
+    smallest = (_smallest_variant(request, group) for group in _size_groups(request))
     return min(smallest, key=lambda prediction: prediction.peak_gib)
 
 
@@ -96,18 +98,21 @@ def _sort_key(time: RunPrediction) -> tuple:
 
 def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     """The step of all possible sizes and placements, without recomputation and with the least offload."""
-    groups = []
+    groups, spec, rows = [], request.spec, assumed_rows(request.config, request.spec)
+    run = with_offload_fraction(request.config, request.offload_shares[0])
     for parallel in _parallel_configs(request):
-        config = next(_variants(request, dataclasses.replace(request.config, parallel=parallel)))
+        recompute = next(_recomputes(request, parallel.etp))
+        config = dataclasses.replace(run, parallel=parallel, recompute=recompute)
         try:
-            validate_config(config, request.world_size)
+            dp = validate_config(config, request.world_size)
             # On one rank, there is nothing to share; FP8 needs the tower on the first stage.
             shares_tower = parallel.replica_ranks > 1 and not config.fp8.vision
             for placement in ("first_stage", "decoupled") if shares_tower else ("first_stage",):
                 vision = dataclasses.replace(config.vision, placement=placement)
                 placed = dataclasses.replace(config, vision=vision)
-                layout = planned_layout(placed, request.spec)
-                groups.append(predict_layout(placed, request.spec, request.world_size, layout, request.gpu))
+                flops = executed_flops(placed, spec, rows)
+                layout = planned_layout(placed, spec, flops)
+                groups.append(RunPrediction(placed, spec, layout, dp, request.gpu, rows, flops))
         except (RunConfigError, LayoutError):
             continue
     if not groups:
@@ -118,50 +123,53 @@ def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     return groups
 
 
-def _variants(request: SearchRequest, config: TrainConfig) -> Iterator[TrainConfig]:
-    """The run with each recompute and offload, the one that needs least memory last."""
-    own_share = offloaded_fraction(request.config)
-    shares = sorted({own_share, *(share for share in OFFLOAD_SHARES if share > own_share)})
+def _recomputes(request: SearchRequest, etp: int) -> Iterator[RecomputeConfig]:
+    """The recompute settings that a run can have, the one that needs least memory last."""
+    has_no_experts = request.spec.language.moe is None or etp > 1
+    can_keep = request.config.fp8.recipe == "none" and request.gpu.has_flash_attention
     for recompute_fields in RECOMPUTE_LADDER:
         fields: dict[str, Any] = {"offload_inputs": False, "keep": []} | recompute_fields
-        has_no_experts = request.spec.language.moe is None or config.parallel.etp > 1
-        can_keep = config.fp8.recipe == "none" and request.gpu.has_flash_attention
         if fields["keep"] and (not can_keep or "experts" in fields["keep"] and has_no_experts):
             continue  # it would keep less than this
-        recompute = dataclasses.replace(config.recompute, **fields)
-        for share in shares:
-            optimizer = dataclasses.replace(config.optimizer, offload_fraction=share)
-            yield dataclasses.replace(config, recompute=recompute, optimizer=optimizer)
+        yield dataclasses.replace(request.config.recompute, **fields)
 
 
 def _cheapest_fit(
     request: SearchRequest, group: RunPrediction, slowest: RunPrediction | None
 ) -> RunPrediction | None:
     """The fastest run with these sizes that fits and is no slower than ``slowest``."""
-    configs = [config for config in _variants(request, group.config) if _could_fit(request, config, group)]
-    runs = [_with_config(group, config) for config in configs]
-    if not runs or not runs[-1].stages_fit(runs[-1].first_stages(1)):
+    if not _smallest_variant(request, group).first_stages_fit(1):
         return None
-    # The sort is stable: of equally fast ones, that with less recomputation comes first.
-    for run in sorted(runs, key=lambda run: (round(run.step_seconds, 4), offloaded_fraction(run.config))):
-        if slowest is not None and run.step_seconds > slowest.step_seconds:
-            break
-        if request.fits(run):
-            return run
-    return None
+    best: RunPrediction | None = None
+    for recompute in _recomputes(request, group.layout.etp):
+        run = _with_recompute(group, recompute)
+        for share in request.offload_shares:  # each makes a step longer
+            run = dataclasses.replace(run, config=with_offload_fraction(run.config, share))
+            is_slower = best is not None and _variant_key(run) >= _variant_key(best)
+            if is_slower or slowest is not None and run.step_seconds > slowest.step_seconds:
+                break
+            if request.fits(run):
+                best = run
+                break
+    return best
 
 
-def _could_fit(request: SearchRequest, config: TrainConfig, group: RunPrediction) -> bool:
-    """Whether an even share of the parameters and their state leaves some memory."""
-    layout = group.layout
-    state_bytes = replica_bytes(config, request.spec, layout, group.data_parallel_size) / layout.pp
-    return state_bytes / GIB + reserve_gib(request.gpu.memory_gib) < request.gpu.memory_gib
+def _variant_key(run: RunPrediction) -> tuple[float, float]:
+    """The order of runs with equal sizes: of equally fast ones, that with less offload comes first."""
+    return round(run.step_seconds, 4), offloaded_fraction(run.config)
 
 
-def _with_config(group: RunPrediction, config: TrainConfig) -> RunPrediction:
-    """A run with the sizes of another one, and other recompute and offload."""
-    layout = planned_layout(config, group.spec)
+def _smallest_variant(request: SearchRequest, group: RunPrediction) -> RunPrediction:
+    """The run with these sizes that needs least memory."""
+    run = _with_recompute(group, [*_recomputes(request, group.layout.etp)][-1])
+    config = with_offload_fraction(run.config, request.offload_shares[-1])
+    return dataclasses.replace(run, config=config)
+
+
+def _with_recompute(group: RunPrediction, recompute: RecomputeConfig) -> RunPrediction:
+    config = dataclasses.replace(group.config, recompute=recompute)
     flops = executed_flops(config, group.spec, group.rows)
+    layout = planned_layout(config, group.spec, flops)
     return dataclasses.replace(group, config=config, layout=layout, flops=flops)
 
 
@@ -174,7 +182,7 @@ def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
         range(1, largest_pp + 1),
         _powers_of_two(min(LARGEST_EP, world_size)) if moe else [1],
     ):
-        if world_size % (tp * pp):
+        if world_size % (tp * pp) or world_size // pp % ep:
             continue
         has_wide_experts = moe is not None and moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tp
         expert_tensor_sizes = [1, tp] if has_wide_experts and tp > 1 else [1]
@@ -197,8 +205,6 @@ def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
     dense_text = sizes_text("tp", "cp", "pp", "vpp", "dp") or "one GPU"
-    if layout.key_ranks > 1:
-        dense_text += f", {layout.key_ranks} ranks gather keys"
     further_parts = [sizes_text("ep", "etp")]
     recompute, language_mode = config.recompute, config.recompute.language
     if language_mode == "selective" and recompute.language_modules == ["activation"]:

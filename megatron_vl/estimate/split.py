@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megatron_vl.config import TrainConfig, validate_config
+from megatron_vl.estimate.flops import RowFlops
 from megatron_vl.estimate.rows import assumed_rows, executed_flops
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, check_experts_use_sequence_parallel, configured_layout
@@ -33,12 +34,11 @@ def run_layout(
     validate_config(config, world_size)
     parallel_config = config.parallel
     check_experts_use_sequence_parallel(spec, parallel_config.tp, parallel_config.sequence_parallel)
-    layers_origin = split_source(config, saved_layout)
+    layers_origin, layers = split_source(config, saved_layout), parallel_config.layers
     if layers_origin == "planned":
         return planned_layout(config, spec)
     if layers_origin == "saved" and saved_layout is not None:
         return configured_layout(config, spec, saved_layout.layers_per_chunk)
-    layers = parallel_config.layers
     return configured_layout(config, spec, layers if isinstance(layers, list) else None)
 
 
@@ -59,22 +59,20 @@ def split_source(config: TrainConfig, saved_layout: Layout | None) -> Literal["g
     return "planned"
 
 
-def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
+def planned_layout(config: TrainConfig, spec: ModelSpec, flops: RowFlops | None = None) -> Layout:
     """The layout with the planned split.
+
+    Args:
+        flops: those of the assumed row; None: they are counted here.
 
     Raises:
         LayoutError: the sizes are impossible.
     """
     entry_count = config.parallel.pp * config.parallel.vpp
     unsplit = configured_layout(config, spec, [0] * (entry_count - 1) + [spec.language.num_layers])
-    flops = executed_flops(config, spec, assumed_rows(config, spec))
-    layers = balance_layers(
-        tuple(map(sum, flops.layers)),
-        0.0 if unsplit.decoupled else flops.tower,
-        flops.output,
-        unsplit.pp,
-        unsplit.vpp,
-    )
+    flops = flops or executed_flops(config, spec, assumed_rows(config, spec))
+    tower_flops = 0.0 if unsplit.decoupled else flops.tower
+    layers = balance_layers(flops.layer_totals, tower_flops, flops.output, unsplit.pp, unsplit.vpp)
     return dataclasses.replace(unsplit, layers_per_chunk=layers)
 
 
@@ -109,19 +107,16 @@ def balance_layers(
         entries = entry_flops(best_layers)
         stages = sorted(range(pp), key=lambda stage: sum(entries[stage::pp]))
         moves = itertools.product(range(stages[-1], pp * vpp, pp), range(stages[0], pp * vpp, pp))
-        neighbours = [_move_layer(best_layers, *move) for move in moves if best_layers[move[0]]]
+        neighbours = [
+            tuple(n - (i == source) + (i == target) for i, n in enumerate(best_layers))
+            for source, target in moves
+            if best_layers[source]
+        ]
         best_neighbour = min(neighbours, key=imbalance, default=best_layers)
         if imbalance(best_neighbour) >= imbalance(best_layers):
             break
         best_layers = best_neighbour
     return best_layers
-
-
-def _move_layer(layers: Sequence[int], source_entry: int, target_entry: int) -> tuple[int, ...]:
-    moved_layers = list(layers)
-    moved_layers[source_entry] -= 1
-    moved_layers[target_entry] += 1
-    return tuple(moved_layers)
 
 
 def _balance_entries(

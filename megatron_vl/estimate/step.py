@@ -8,7 +8,7 @@ slowest stage's rows, times 1 + the bubble of the schedule, and the offloaded st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from megatron_vl.config import TrainConfig, validate_config
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops
 from megatron_vl.estimate.gpus import Gpu, find_gpu, reserve_gib
 from megatron_vl.estimate.layer_kinds import LayerKind, layer_kinds
-from megatron_vl.estimate.memory import GIB, StageMemory, peak_stage_gib, stage_memories
+from megatron_vl.estimate.memory import GIB, StageMemory, iterate_stages, peak_stage_gib
 from megatron_vl.estimate.parameters import (
     bytes_per_element,
     mean_ranks_per_token,
@@ -67,14 +67,9 @@ class RunPrediction:
     @cached_property
     def stage_seconds(self) -> list[float]:
         """Seconds of both passes of a row on each stage."""
-        layout = self.layout
         layer_seconds, output_seconds, tower_seconds = self._part_seconds
-        seconds_before = [0.0, *itertools.accumulate(layer_seconds)]
-        stages = []
-        for stage in range(layout.pp):
-            chunks = [layout.chunk_layers(stage, chunk) for chunk in range(layout.vpp)]
-            stages.append(sum(seconds_before[chunk.stop] - seconds_before[chunk.start] for chunk in chunks))
-        stages[0] += 0.0 if layout.decoupled else tower_seconds
+        stages = self.layout.stage_sums(layer_seconds)
+        stages[0] += 0.0 if self.layout.decoupled else tower_seconds
         stages[-1] += output_seconds
         return stages
 
@@ -95,10 +90,10 @@ class RunPrediction:
         tower_flops = peak_flops if layout.decoupled else stage_flops
         layer_seconds, seconds_by_kind = [], {}
         for kind, layer in zip(layer_kinds(self.spec, self.config.lora), flops.layers, strict=True):
-            if kind not in seconds_by_kind:
-                seconds_by_kind[kind] = self._message_seconds(kind)
+            if kind[:2] not in seconds_by_kind:
+                seconds_by_kind[kind[:2]] = self._message_seconds(kind)
             compute = layer.dense / efficiencies.decoder + layer.experts / efficiencies.experts
-            layer_seconds.append(compute / stage_flops + seconds_by_kind[kind])
+            layer_seconds.append(compute / stage_flops + seconds_by_kind[kind[:2]])
         output_seconds = flops.output / efficiencies.output / stage_flops
         tower_seconds = flops.tower / efficiencies.tower / tower_flops + self._tower_message_seconds()
         return layer_seconds, output_seconds, tower_seconds
@@ -180,7 +175,10 @@ class RunPrediction:
     @cached_property
     def stages(self) -> list[StageMemory]:
         """The memory of each stage."""
-        return self.first_stages(None)
+        return [*self._iterate_stages()]
+
+    def _iterate_stages(self) -> Iterator[StageMemory]:
+        return iterate_stages(self.config, self.spec, self.layout, self.data_parallel_size)
 
     @property
     def world_size(self) -> int:
@@ -199,18 +197,13 @@ class RunPrediction:
     @property
     def fits_memory(self) -> bool:
         """Whether the fullest stage leaves :func:`reserve_gib` free."""
-        return self.stages_fit(self.stages)
+        return self.first_stages_fit(None)
 
-    def stages_fit(self, stages: Sequence[StageMemory]) -> bool:
-        """Whether some of the stages leave :func:`reserve_gib` free."""
-        gpu_gib = self.gpu.memory_gib
-        return peak_stage_gib(stages) + reserve_gib(gpu_gib) <= gpu_gib
-
-    def first_stages(self, stage_count: int | None) -> list[StageMemory]:
-        """The memory of the first stages; None: of all."""
-        return stage_memories(
-            self.config, self.spec, self.layout, self.data_parallel_size, stage_count=stage_count
-        )
+    def first_stages_fit(self, stage_count: int | None) -> bool:
+        """Whether so many stages (None: all) do. The first that does not ends it."""
+        most_gib = self.gpu.memory_gib - reserve_gib(self.gpu.memory_gib)
+        stages = itertools.islice(self._iterate_stages(), stage_count)
+        return all(stage.total_bytes / GIB <= most_gib for stage in stages)
 
     @property
     def tokens_per_second(self) -> float:

@@ -68,6 +68,12 @@ class Layout:
         first_layer = self.first_layer(pp_rank, vp_stage)
         return range(first_layer, first_layer + self.layers_per_chunk[vp_stage * self.pp + pp_rank])
 
+    def stage_sums(self, layer_values: Sequence[float]) -> list[float]:
+        """The sum of the values of the decoder layers of each pipeline stage."""
+        before, ends = [0.0, *itertools.accumulate(layer_values)], itertools.accumulate(self.layers_per_chunk)
+        chunks = [before[end] - before[start] for start, end in itertools.pairwise([0, *ends])]
+        return [sum(chunks[stage :: self.pp]) for stage in range(self.pp)]
+
     def owning_pipeline_rank(self, tensor_info: TensorInfo) -> int:
         """The pipeline rank that holds a tensor. If all ranks hold it, the one that writes it.
 

@@ -21,7 +21,6 @@ from .helpers import (
     CONFIGS,
     assert_same_folder,
     experts_apart,
-    hf_model,
     released_folder,
     released_tensors,
     small_config,
@@ -127,12 +126,6 @@ def test_convert_says_what_it_leaves_out(tmp_path: Path, capsys) -> None:
     said = capsys.readouterr().out
     assert "(mtp.*) were copied from the original folder as they are: they were not" in said
     assert_same_folder(Path(origin), Path(back))
-
-
-def loaded_and_saved(folder: Path, out: Path, dtype: torch.dtype) -> Path:
-    """What ``transformers`` makes of a folder."""
-    hf_model(DENSE_3_5).from_pretrained(folder, dtype=dtype).save_pretrained(out)
-    return out
 
 
 def config_of(size: str, **text: Any) -> dict[str, Any]:

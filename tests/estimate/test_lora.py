@@ -11,7 +11,7 @@ import pytest
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory import StageMemory, stage_memories
-from megatron_vl.estimate.parameters import count_parameters, replica_bytes, stage_parameters
+from megatron_vl.estimate.parameters import count_parameters, stage_parameters
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
@@ -74,14 +74,6 @@ def test_only_adapters_have_gradients_and_optimizer_state() -> None:
     assert memory.weights == 2 * everything
     full = memory_of(B7, "--lora.rank 0")
     assert full.weights == 2 * (everything - trained) and full.gradients == 2 * full.weights
-
-
-def test_replica_bytes_are_those_of_the_stages() -> None:
-    spec, config = spec_of(A35), config_of("--lora.rank 8 --lora.targets [experts] --parallel.ep 4")
-    layout = make_layout(spec, 1, 1, 1, None, 4, 1)
-    memory = stage_memories(config, spec, layout, 4)[0]
-    whole = memory.weights + memory.gradients + memory.optimizer
-    assert replica_bytes(config, spec, layout, 4) == pytest.approx(whole)
 
 
 def test_tower_without_adapters_keeps_nothing() -> None:

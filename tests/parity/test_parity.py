@@ -24,7 +24,7 @@ from toolkit.parity.case import ParityCase, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 from .cases import CASES, SEEDS, chosen_by_make_test, considered_by_make_test
-from .choice import choose, demands
+from .choice import demands
 from .training import TableCase
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
@@ -126,22 +126,6 @@ def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: st
 
 def test_names_of_cases_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
-
-
-def test_choice_holds_every_setting_and_training() -> None:
-    """Worked out by hand: of five cases, the third holds nothing that the others do not."""
-    steps = [[["image"]]]
-    cases = [
-        {"name": "a", "tp": 2, "tied": True, "steps": steps},
-        {"name": "b", "pp": 2, "tied": False, "steps": steps},
-        {"name": "c", "tp": 2, "tied": False, "steps": steps},
-        {"name": "d", "tp": 2, "train": True, "tied": False, "steps": steps},
-        {"name": "e", "cp": 2, "tp": 1, "tied": None, "steps": steps},
-    ]
-    assert choose(cases) == ["a", "b", "d", "e"]
-    # A cheaper case with the same settings instead of the first.
-    costs = {"a": 2.0, "b": 1.0, "c": 1.0, "d": 1.0, "e": 1.0, "f": 1.0}
-    assert choose([*cases, cases[0] | {"name": "f"}], costs) == ["b", "d", "e", "f"]
 
 
 def test_make_test_runs_every_setting() -> None:

@@ -34,19 +34,16 @@ def built_examples(
 ) -> dict[str, Any]:
     """Core's orders of ``schedules``, and the tensors of the modules that each example builds."""
     get_platform("cpu")
-    cuda = "--fp8.recipe tensorwise --recompute.language selective".split()
-    cuda += ["--recompute.language_modules", "[layernorm]"]
     return {
         "orders": [[order_of_chunks(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in schedules],
         "built": {name: _tensors(*example) for name, example in examples.items()},
-        "with CUDA's options": _tensors(*examples["qwen2_5_vl_32b"], *cuda),
     }
 
 
-def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
+def _tensors(path: str, hf: str, world: str) -> Stages:
     from tests.support.dry_build import dry_build
 
-    stages = dry_build(parse_config(["--config", path, *options]), read_spec(hf), int(world))
+    stages = dry_build(parse_config(["--config", path]), read_spec(hf), int(world))
     return [
         [[tensor.tensor_name, tensor.tensor_shape, tensor.is_trained] for tensor in stage] for stage in stages
     ]

@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import json
-from collections import Counter
 
 import pytest
 
@@ -18,7 +17,7 @@ from tests.support import ranks
 from tests.support.ranks import call, run_module
 from tests.support.tiny_run import prepare
 from tests.toolkit.programs import busiest_experts
-from toolkit.bench import command, step_parts
+from toolkit.bench import command
 from toolkit.cli import main
 
 SEQ_LEN = 500
@@ -106,14 +105,6 @@ def test_even_routing_chooses_experts_evenly(tiny_checkpoint) -> None:
     """The busiest expert's tokens over the mean would be experts / top_k without the option."""
     busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))
     assert busiest and max(busiest) < 1.5, busiest
-
-
-def test_parts_add_up_to_the_step() -> None:
-    spans = Counter({"step": 10.0, "data": 2.0, "vision forward": 1.0, "optimizer": 0.25})
-    spans += Counter({"chunk forward": 3.0, "chunk backward": 4.0})
-    parts = step_parts.split_into_parts(spans)
-    assert sum(parts.values()) == spans["step"]
-    assert [parts[name] for name in ("data", "language forward", "idle")] == [2.0, 2.0, 0.75]
 
 
 @pytest.mark.parametrize(

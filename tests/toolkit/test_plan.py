@@ -156,9 +156,3 @@ def test_example_builds_under_its_layout(path):
         assert Counter((name, tuple(shape)) for name, shape, _ in built) == expected
         assert memory.weights == 2 * sum(math.prod(shape) for _, shape, _ in built)
         assert memory.gradients == 4 * sum(math.prod(shape) for _, shape, trained in built if trained)
-
-
-@pytest.mark.ranks
-def test_run_with_options_of_cuda_is_built_too():
-    said = core_says()
-    assert said["with CUDA's options"] == said["built"]["qwen2_5_vl_32b"]

@@ -12,10 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 CASES = [
     ("qwen2_vl", {"tied": True}),
     ("qwen2_5_vl", {"tied": False, "dtype": torch.float32}),
-    ("qwen2_5_vl", {"tied": True}),
     ("qwen3_vl", {"tied": True}),
-    ("qwen3_vl", {"dtype": torch.float32}),
-    ("qwen3_vl_moe", {}),
     ("qwen3_vl_moe", {"tied": True, "dense_layers": (1,)}),
     ("qwen3_5", {"tied": True}),
     ("qwen3_5_moe", {}),

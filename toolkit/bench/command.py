@@ -6,7 +6,6 @@ from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.system.errors import UsageError
 from toolkit.common.launch import run_group, usable_gpus
-from toolkit.common.options import to_command_line
 
 from .options import BenchOptions, resolve_bench_run
 
@@ -27,5 +26,4 @@ def bench(options: BenchOptions) -> int:
 
         write_missing_sizes_alone(data_config, run.config.model.hf)
     # The ranks parse the same options again.
-    words = to_command_line(options, leave_out=("nproc_per_node",))
-    return run_group("toolkit.bench", words, world_size, show="all", on_cpu=on_cpu).returncode
+    return run_group("toolkit.bench", options.words, world_size, show="all", on_cpu=on_cpu).returncode

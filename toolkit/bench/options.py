@@ -74,17 +74,17 @@ class BenchRun:
 def parse_bench_options(
     argv: list[str], program_name: str = "python -m toolkit.bench", **hidden_options: Any
 ) -> BenchRun:
-    """Reads and checks the options of one benchmark and the fields of its run.
-
-    Raises:
-        UsageError, RunConfigError: an option or field is invalid; the message names valid values.
-    """
+    """Reads and checks the options of one benchmark and the fields of its run."""
     options = parse_command_line(BenchOptions, argv, program_name)
     return resolve_bench_run(replace(options, **hidden_options))
 
 
 def resolve_bench_run(options: BenchOptions) -> BenchRun:
-    """Reads the fields of the run. It raises the errors of :func:`parse_bench_options`."""
+    """The run that the options describe.
+
+    Raises:
+        UsageError, RunConfigError: an option or field is invalid; the message names valid values.
+    """
     config = parse_config(options.fields)
     if not config.model.hf:
         raise UsageError("--model.hf is missing; give a Hugging Face folder or a config.json")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vl.estimate.flops import needed_flops, row_sizes
+from megatron_vl.estimate.flops import RowSizes, needed_flops
 from megatron_vl.estimate.gpus import peak_tflops
 from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.system.plurals import count_text
@@ -37,10 +37,10 @@ def speed_figures(
     config, num_steps, seconds = bench_run.config, len(step_seconds), sum(step_seconds)
     speed = totals.speed_metrics(seconds, num_steps, machine["gpus"], machine["peak_tflops"])
     without, with_output = (
-        needed_flops(bench_run.spec, config.model, config.lora, row_sizes([1], [], [], count), config.mtp)
+        needed_flops(bench_run.spec, config.model, config.lora, RowSizes(1, 1, count), config.mtp).output
         for count in (0, 1)
     )
-    left_out = (totals.num_real_tokens - loss_tokens) * (with_output.output - without.output)
+    left_out = (totals.num_real_tokens - loss_tokens) * (with_output - without)
     share = left_out / (totals.language_flops + totals.vision_flops)
     work = {name: getattr(totals, name) for name in ("samples", "images", "patches")}
     work |= {"rows": num_steps * config.global_batch_size, "tokens": totals.num_real_tokens}

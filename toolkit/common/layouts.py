@@ -81,16 +81,10 @@ def parse_layout(layout_text: str) -> LayoutSpec:
 
 
 def layout_sizes_text(sizes: Mapping[str, Any]) -> str:
-    """The sizes of a layout in one line; context and expert parallelism only where they are used.
-
-    Args:
-        sizes: tp, pp, vpp, dp, ep, etp and, if they are more than 1, cp and key_ranks.
-    """
-    context = f" x cp {sizes['cp']}" if sizes.get("cp", 1) > 1 else ""
-    if sizes.get("key_ranks", 1) > 1:
-        context += f" ({sizes['key_ranks']} ranks gather keys)"
-    experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
-    return f"tp {sizes['tp']}{context} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}{experts}"
+    """The sizes of a layout in one line; those of context and expert parallelism only where they are used."""
+    shown = {name: sizes.get(name, 1) for name in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")}
+    always = ("tp", "pp", "vpp", "dp")
+    return " x ".join(f"{name} {size}" for name, size in shown.items() if size > 1 or name in always)
 
 
 def parse_layouts(layouts_text: str) -> list[LayoutSpec]:

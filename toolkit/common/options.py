@@ -45,6 +45,8 @@ class CommandOptions:
 
     fields: list[str] = dataclasses.field(default_factory=list, metadata={"hidden": True})
     """The words of the command line that set fields of a run, in order."""
+    words: list[str] = dataclasses.field(default_factory=list, metadata={"hidden": True})
+    """All words of the command line."""
 
     def check(self) -> None:
         """Raises UsageError if options contradict each other."""
@@ -82,7 +84,7 @@ def parse_command_line[Options: CommandOptions](
         known_names = [*(option_flag(item.name) for item in items), *(f"--{field}" for field in fields)]
         parser.error(explain_unknown(name, [*known_names, "--help"]))
     given = {name: value for name, value in vars(parsed).items() if value is not None}
-    parsed_options = options_class(**given)
+    parsed_options = options_class(**given, words=[*argv])
     parsed_options.check()
     return parsed_options
 
@@ -106,17 +108,6 @@ def check_path(path: Path, is_model: bool) -> None:
         raise FileNotFoundError(f"{path} does not exist{advice if is_model else ''}") from None
     except OSError:
         pass  # the command itself reports what is wrong
-
-
-def to_command_line(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]:
-    """The command line that sets these options in another process, without options at their defaults."""
-    line: list[str] = []
-    for item in shown_options(type(options)):
-        value = getattr(options, item.name)
-        is_left_out = item.name in leave_out or value is None or value is False  # 0 equals False
-        if not is_left_out and value != item.default:
-            line += [option_flag(item.name)] if value is True else [option_flag(item.name), str(value)]
-    return line + options.fields
 
 
 # --- The parser ---------------------------------------------------------------------------------------------

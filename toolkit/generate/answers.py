@@ -38,8 +38,6 @@ DEFAULT_LIMITS = 128, 2048
 """Largest number of tokens of an answer, without and with thinking."""
 THINK = {"on": True, "off": False, None: None}
 """``--thinking`` as the chat template's switch."""
-PROGRESS_INTERVAL = 20
-"""Samples of a data set between two lines of progress."""
 
 
 def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]) -> Path:
@@ -171,7 +169,7 @@ def answer_dataset(
             print(json.dumps(line, ensure_ascii=False), file=out_file)
         answered += 1
         equal += answer.strip() == reference.strip()
-        if answered % PROGRESS_INTERVAL == 0:
+        if answered % 20 == 0:
             print_line(f"{answered} answers")
     reasons = "".join(f"; {count} left out: {reason}" for reason, count in left_out.items())
     if not answered:

@@ -9,24 +9,17 @@ from typing import ClassVar, Literal
 from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
 
-NOTES = """
-Answers are greedy: each token is the likeliest one, until a token ends the turn (generation_config.json;
-without that file, config.json and the tokenizer say which tokens do) or --max-new-tokens is reached. Text,
-images and videos are encoded as in training, by the fields data.* of the run. What a model thinks is not
-part of its answer.
-"""
-
 
 @dataclass(kw_only=True)
 class GenerateOptions(CommandOptions):
     """Answer a prompt, or the prompts of a data set, with transformers.
 
     A training run is exported first, with its LoRA adapters merged. The export stays in the run's folder and
-    is used again while its weights are the same.
+    is used again while its weights are the same. Answers are greedy, and media are encoded as in training, by
+    the fields data.* of the run.
     """
 
     run_fields: ClassVar[bool] = True
-    epilog: ClassVar[str] = NOTES
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
     """A Hugging Face folder, a training run's folder (its latest step), or one of its step folders. A run

@@ -6,7 +6,6 @@ import math
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.gpus import find_gpu, known_gpus, local_gpu, query_gpus, reserve_gib
-from megatron_vl.estimate.memory_check import least_offload_fraction
 from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.estimate.step import RunPrediction, predict_layout
 from megatron_vl.spec.layout import Layout
@@ -70,7 +69,7 @@ def _pass_text(resolved_run: ResolvedRun) -> str:
 def _print_run(run: ResolvedRun, world_size: int) -> None:
     config, spec, layout = run.config, run.spec, run.layout
     prediction = predict_layout(config, spec, world_size, layout, local_gpu())
-    sizes = layout.as_dict() | {"dp": run.dp, "key_ranks": layout.key_ranks}
+    sizes = layout.as_dict() | {"dp": run.dp}
     print(f"{spec.family} on {pluralize(world_size, 'rank')}")
     if trained := trained_text(*count_parameters(config, spec)):
         print(trained)
@@ -95,7 +94,7 @@ def _print_run(run: ResolvedRun, world_size: int) -> None:
         print(f"fullest rank: {fullest_text}; the estimate is made for GPUs")
     else:
         print(f"fullest GPU: {fullest_text}; a ninth of a GPU, at most 8 GiB, should stay free")
-        _print_fits(run, prediction)
+        _print_fits(prediction)
         speed = f"{prediction.step_seconds:.2f} s a step, {prediction.tokens_per_second:,.0f} tokens/s"
         gpu = prediction.gpu.name + ("" if prediction.gpu.is_measured else " (not measured)")
         print(f"estimated on {gpu} with image rows: {speed} at {prediction.mfu:.0%} MFU")
@@ -103,14 +102,10 @@ def _print_run(run: ResolvedRun, world_size: int) -> None:
         print(note)
 
 
-def _print_fits(run: ResolvedRun, prediction: RunPrediction) -> None:
-    """Prints on which kinds of GPU the run fits, and what would make it fit others."""
+def _print_fits(prediction: RunPrediction) -> None:
+    """Prints on which kinds of GPU the run fits."""
     gib_by_gpu = {gpu.label: gpu.memory_gib for gpu in known_gpus().values()}
     fits = [name for name, gib in gib_by_gpu.items() if prediction.peak_gib + reserve_gib(gib) <= gib]
     print(f"fits: {', '.join(fits) or 'none of ' + ', '.join(gib_by_gpu)}")
     if prediction.host_gib:
         print(f"host memory: {prediction.host_gib:.1f} GiB for each rank of the fullest stage")
-    for name in [name for name in gib_by_gpu if name not in fits]:
-        share = least_offload_fraction(run.config, run.spec, run.layout, run.dp, gib_by_gpu[name])
-        if share is not None:
-            print(f"would fit {name}: --optimizer.offload_fraction {share:g}")
