@@ -19,7 +19,8 @@ SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # The newest transformers that pyproject.toml allows; constraints.txt has the oldest. Tests of what follows
 # its rules (positions, prompts, processors, configs), or of its modules, run with both.
 NEWEST := $(VENV)/transformers-5.24.0
-RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fields.py \
+RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fields.py spec/test_yarn.py \
+          converters/test_fp8.py converters/test_add_tokens.py converters/test_yarn_export.py \
           data/test_assemble.py data/test_chat.py data/test_pixels.py data/test_loader.py \
           data/test_qwen3_5_prompts.py toolkit/test_hf_videos.py estimate/test_flops.py)
 

@@ -267,7 +267,7 @@ def long_row_line(spec: ModelSpec, seq_len: int) -> str:
 
 def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPrediction]]:
     """The name of the recompute and the prediction of each possible layout of eight GPUs."""
-    run = TrainConfig(dtype="bfloat16", global_batch_size=LONG_ROW_GPUS)
+    run = TrainConfig(dtype="bfloat16")
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=seq_len))
     ep = LONG_ROW_GPUS if spec.language.moe is not None else 1
 
@@ -276,8 +276,11 @@ def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPr
         if tp * cp > LONG_ROW_GPUS:
             continue
         parallel = ParallelConfig(tp=tp, cp=cp, ep=ep, sequence_parallel=tp > 1)
+        # The rows of a step wait on the GPU: eight of a million tokens would take 25 GiB.
+        rows = LONG_ROW_GPUS // (tp * cp) if seq_len >= 1 << 20 else LONG_ROW_GPUS
+        step = dataclasses.replace(run, parallel=parallel, global_batch_size=rows)
         for name, recompute in LONG_ROW_RECOMPUTE.items():
-            config = dataclasses.replace(run, parallel=parallel, recompute=recompute)
+            config = dataclasses.replace(step, recompute=recompute)
             try:
                 layout = run_layout(config, spec, LONG_ROW_GPUS)
                 predictions.append((name, predict_layout(config, spec, LONG_ROW_GPUS, layout)))
