@@ -192,7 +192,7 @@ _current_tasks: list[_ShardTask] = []
 pipe."""
 _split_readers: dict[str, SampleReader] = {}
 """The reader of each split in this process. To make one takes as long as its split has shards."""
-STORAGE_REASONS = ("reading takes too long", "shard missing", "shard unreadable")
+STORAGE_REASONS = ("shard missing", "shard unreadable")
 """Reasons for which a sample cannot be read that are the storage's and not the sample's."""
 
 
@@ -200,7 +200,7 @@ def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder) -> dict[str, 
     """The task of each shard, in order. A shard of two splits has one."""
     tasks: dict[str, _ShardTask] = {}
     for split in [split for split, shards in dataset.shards_by_split.items() if shards]:
-        source = SampleSource.whole_split(dataset, split)
+        source = SampleSource(split, dataset, split, 1.0)
         for name, (start, end) in zip(source.shard_names, pairwise(source.shard_starts), strict=True):
             tasks.setdefault(name, _ShardTask(source, range(start, end), encoder))
     return tasks

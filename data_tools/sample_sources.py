@@ -10,7 +10,7 @@ import json
 import os
 import sqlite3
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from megatron_vl.data.source.dataset_description import (
 from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.location import DataPath, Location
 from megatron_vl.data.source.pair_reader import key_hash, shard_place
-from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.store_reading import StoreShards, read_tar_shards
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.errors import UserError
@@ -54,16 +53,6 @@ class SampleSource:
     split: str
     share: float
     """Share of the samples that training draws from it."""
-    first_index: int
-    """Index of the first sample that is drawn; 0 unless the metadataset takes a subset."""
-    num_samples: int
-    """Number of samples that are drawn."""
-
-    @staticmethod
-    def whole_split(dataset: DatasetDescription, split: str) -> SampleSource:
-        """All samples of a split."""
-        num_samples = sum(dataset.samples_by_shard.get(name, 0) for name in dataset.shards_by_split[split])
-        return SampleSource(split, dataset, split, share=1.0, first_index=0, num_samples=num_samples)
 
     @cached_property
     def shard_names(self) -> list[str]:
@@ -82,12 +71,7 @@ class SampleSource:
             ) from error
 
     def __len__(self) -> int:
-        return self.num_samples
-
-    @property
-    def indices(self) -> range:
-        """The indices of the samples in the data set."""
-        return range(self.first_index, self.first_index + self.num_samples)
+        return self.shard_starts[-1]
 
     def shard_position(self, sample_index: int) -> tuple[str, int]:
         """The shard of a sample, and the sample's number in it."""
@@ -95,7 +79,7 @@ class SampleSource:
         return self.shard_names[shard_number], sample_position
 
     def find_sample(self, sample_key: str) -> int | None:
-        """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split or subset."""
+        """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split."""
         shard_name, bracket, sample_position = sample_key.rpartition("[")
         position_text = sample_position.removesuffix("]")
         if bracket and position_text.isdigit() and shard_name in self.shard_names:
@@ -121,7 +105,7 @@ class SampleSource:
                 f"{index_path} cannot be read ({error}); give the sample as SHARD[N]"
             ) from error
 
-        # A key may occur in several shards, of which this split or subset may have only one.
+        # A key may occur in several shards, of which this split may have only one.
         all_shard_names = list(self.dataset.samples_by_shard)
         for shard_number, position_in_shard in sample_rows:
             if shard_number < len(all_shard_names):
@@ -135,7 +119,7 @@ class SampleSource:
             return None
         shard_number = self.shard_names.index(shard_name)
         index = self.shard_starts[shard_number] + sample_position
-        return index if index < self.shard_starts[shard_number + 1] and index in self.indices else None
+        return index if index < self.shard_starts[shard_number + 1] else None
 
 
 def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSource]:
@@ -149,12 +133,12 @@ def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSourc
     sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, description.path.name)
 
     drawn_sources = []
-    split_datasets = list_split_datasets(description, split)
+    split_datasets = description.split_parts(split)
     for blend_source, (dataset, split_name) in zip(sized_sources, split_datasets, strict=True):
         if share := blend_source.sample_share:
-            drawn_range = blend_source.first_sample, blend_source.sample_count
-            source = SampleSource(blend_source.source_name, dataset, split_name, share, *drawn_range)
-            drawn_sources += _sources_of_parts(source)
+            drawn_sources += _sources_of_parts(
+                SampleSource(blend_source.source_name, dataset, split_name, share)
+            )
 
     if not sum(source.shard_starts[-1] for source in drawn_sources):
         raise LoaderError(f"{data_path}: the split {split!r} is empty")
@@ -163,18 +147,11 @@ def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSourc
 
 def _sources_of_parts(source: SampleSource) -> list[SampleSource]:
     """A source for each data set of a folder of parts; the source itself if it is one data set."""
-    part_sources = []
-    part_start = 0
-    for part in source.dataset.parts:
-        has_split = part.shards_by_split.get(source.split)
-        part_size = len(SampleSource.whole_split(part, source.split)) if has_split else 0
-        first = max(source.indices.start - part_start, 0)
-        count = min(source.indices.stop - part_start, part_size) - first
-        part_start += part_size
-        if count > 0:
-            name, share = f"{source.name}/{part.path.name}", source.share * count / len(source)
-            part_sources.append(SampleSource(name, part, source.split, share, first, count))
-    return part_sources if source.dataset.parts else [source]
+    if not source.dataset.parts:
+        return [source]
+    parts = [part for part in source.dataset.parts if part.shards_by_split.get(source.split)]
+    named = [SampleSource(f"{source.name}/{part.path.name}", part, source.split, 0.0) for part in parts]
+    return [replace(part, share=source.share * len(part) / len(source)) for part in named if len(part)]
 
 
 def list_splits(data_path: DataPath | Location) -> list[str]:
@@ -182,7 +159,7 @@ def list_splits(data_path: DataPath | Location) -> list[str]:
     description = read_description(data_path)
     if isinstance(description, DatasetDescription):
         return [name for name, shards in description.shards_by_split.items() if shards]
-    return list(description.split_fields)
+    return list(description.mixtures)
 
 
 def original_media_names(dataset_dir: Location, sample_key: str) -> list[str]:
@@ -265,14 +242,12 @@ class SampleReader:
 
 
 def open_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEncoder:
-    """The loader's encoder, which neither logs nor stops at unusable samples.
+    """The loader's encoder, which does not log unusable samples.
 
     Raises:
         ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
     """
-    encoder = _QuietEncoder(data_config, spec, hf_dir)
-    encoder.max_consecutive_refusals = 1 << 62
-    return encoder
+    return _QuietEncoder(data_config, spec, hf_dir)
 
 
 class _QuietEncoder(RowEncoder):

@@ -55,16 +55,16 @@ class SourceSizes:
 
     source: SampleSource
     sizes: dict[str, IntegerArray]
-    """Quantity of :data:`SAMPLE_QUANTITIES` -> int64 [n], in the order of ``source.indices``. A sample that
-    cannot be used has no tokens."""
-    assistant_turns: int | None
-    """The assistant's turns in all samples; None if the source is a part of a data set's split."""
+    """Quantity of :data:`SAMPLE_QUANTITIES` -> int64 [n], in the order of the source. A sample that cannot be
+    used has no tokens."""
+    assistant_turns: int
+    """The assistant's turns in all samples."""
     left_out_masks: dict[str, NDArray[np.bool_]]
     """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
     left_out: Counter[str]
     """Number of samples that a run leaves out, by reason."""
     cut_samples: dict[int, IntegerArray]
-    """Samples that are cut, by their place in ``source.indices``: tokens and patches of each part that a run
+    """Samples that are cut, by their place in the source: tokens and patches of each part that a run
     reads, int64 [parts, 2]. Their ``sizes`` are the sums of these."""
     lost_exchanges: list[int]
     """Tokens of each exchange of these that does not fit into a row."""
@@ -208,16 +208,14 @@ def _source_sizes(
     columns: list[tuple[IntegerArray, ...]] = [(np.zeros(0, np.int64),) * len(SAMPLE_QUANTITIES)]
     number_arrays = [np.zeros(0, np.int64)]
     for begin, (start, end) in zip(begins.tolist(), shard_bounds, strict=True):
-        first, stop = max(start, source.indices.start), min(end, source.indices.stop)
-        if first < stop:
-            sample_numbers = np.arange(first, stop, dtype=np.int64) - start + begin
+        if start < end:
+            sample_numbers = np.arange(begin, begin + end - start, dtype=np.int64)
             number_arrays.append(sample_numbers)
             columns.append(_shard_quantities(sample_sizes, stored_sizes, sample_numbers))
     sizes = dict(zip(SAMPLE_QUANTITIES, map(np.concatenate, zip(*columns, strict=True)), strict=True))
 
-    is_whole = source.num_samples == source.shard_starts[-1]
-    shard_facts = [stored_sizes.shard_facts[shard] for shard in source.shard_names] if is_whole else []
-    assistant_turns = sum(facts["turns"] for facts in shard_facts) if is_whole else None
+    shard_facts = [stored_sizes.shard_facts[shard] for shard in source.shard_names]
+    assistant_turns = sum(facts["turns"] for facts in shard_facts)
     too_long = sizes["tokens"] > data_config.seq_len
     too_large = ~too_long & (sizes["patches"] > (data_config.max_patches or math.inf))
     cut_samples, lost_exchanges = {}, []

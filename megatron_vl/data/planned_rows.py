@@ -93,12 +93,8 @@ class PlanningContext:
             data_config.seed,
             is_shuffled=data_config.shuffle,
             source_keys=[source.source_key for source in sources],
-            first_indices=[source.first_sample for source in sources],
             draws_per_pass=[source.draws_per_pass for source in sources],
-            shard_sizes=[
-                sized_source.shard_sizes(source.first_sample, source.sample_count)
-                for sized_source, source in zip(self.sized_sources, sources, strict=True)
-            ],
+            shard_sizes=[sized_source.shard_sizes for sized_source in self.sized_sources],
             block_size=SHUFFLE_BLOCK,
         )
         draw_limit = None
@@ -279,9 +275,7 @@ def read_planned_row(
     for planned, crude_sample in zip(samples, crude_samples, strict=True):
         if crude_sample is None:
             continue  # the data set's description excludes it
-        sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source), planned.part)
-        if sample.refused and row_encoder.is_counted_refusal:
-            continue
+        sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source))
         if planned.part < max(1, len(sample.parts)):
             sample = row_encoder.sample_part(sample, planned.part)
 

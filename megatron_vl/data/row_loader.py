@@ -275,9 +275,6 @@ class RowLoader:
 
 def _without_traceback(error_message: str) -> str:
     """The message of an error without the lines that torch adds, which hold a traceback."""
-    refusal_match = re.search(r"\d+ samples in a row cannot be used\b[^\n]*", error_message)
-    if refusal_match:
-        return refusal_match.group()
     raised_messages = re.findall(
         r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)", error_message, re.MULTILINE
     )

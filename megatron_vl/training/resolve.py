@@ -171,7 +171,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     if is_synthetic:
         from megatron_vl.data.synthetic import synthetic_identity  # it imports torch
 
-        facts_by_split = {"train": SplitFacts(synthetic_identity(config.data), largest_shard=0)}
+        facts_by_split = {"train": SplitFacts(synthetic_identity(config.data))}
         loader_digests = {}
     else:
         dataset_description = read_description(config.data.path)

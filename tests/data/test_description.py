@@ -40,7 +40,6 @@ def exclude(folder: Path) -> None:
 
 CHANGES: dict[str, Any] = {
     "split": lambda f: write(f, birds={"split_part": "val"}),
-    "subset": lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}),
     "content": reconvert,
     "shards of a split": edit_split,
     "left out": exclude,
@@ -67,24 +66,6 @@ def test_identity_compares_weights_by_ratio(folder, weights):
     write(folder, "scaled.yaml", birds={"weight": birds}, ships={"weight": ships})
     assert not blend_change(before, folder / "scaled.yaml")
 
-    # What a blend of one part has for its weight says nothing; nor does one of a nested mixture's.
-    for name, weight in (("one.yaml", 1), ("five.yaml", 5)):
-        nested = {"path": "meta.yaml" if weight == 1 else "scaled.yaml", "weight": weight}
-        write(folder, name, train={"blend": [nested]})
-    assert not blend_change(identity(folder / "one.yaml"), folder / "five.yaml")
-
-
-def test_identity_includes_nested_mixtures(folder):
-    outer = [{"path": "meta.yaml", "weight": 2}, {"path": "other"}]
-    before = identity(write(folder, "outer.yaml", train={"blend": outer}))
-    assert not blend_change(before, folder / "outer.yaml")
-    write(folder, ships={"weight": 5})
-    assert blend_change(before, folder / "outer.yaml")
-    write(folder)
-    outer[0]["split_part"] = "val"
-    write(folder, "outer.yaml", train={"blend": outer})
-    assert blend_change(before, folder / "outer.yaml")
-
 
 def test_identity_that_cannot_be_read_is_other_data(folder):
     for damaged in (None, {}, {"mixture": 3}, {"mixture": {"blend": [{}]}}):
@@ -108,9 +89,6 @@ def test_missing_split_is_named(folder):
     write(folder, birds={"split_part": "test"})
     with pytest.raises(LoaderError, match=r"birds: the split 'test' is empty"):
         read_description(folder / "meta.yaml").split_facts("train")
-
-
-# --- States of a loader -------------------------------------------------------------------------------------
 
 
 # --- Many shards --------------------------------------------------------------------------------------------

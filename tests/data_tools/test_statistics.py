@@ -146,10 +146,10 @@ def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     found = _statistics(_metadataset(tmp_path, "blend", parts))
     first, second = (one.sizes["tokens"][one.usable_mask] for one in found.sources)
     # Of each draw from a source, a part is usable.
-    shares = 0.75 * len(first) / 31, 0.25 * len(second) / found.sources[1].source.num_samples
+    shares = 0.75 * len(first) / 31, 0.25 * len(second) / len(found.sources[1].source)
     mean = (shares[0] * first.mean() + shares[1] * second.mean()) / sum(shares)
     assert describe_values(*found.sample_quantity("tokens"))["mean"] == pytest.approx(mean)
-    assert found.num_samples == 31 + found.sources[1].source.num_samples
+    assert found.num_samples == 31 + len(found.sources[1].source)
     packed = [sample for row in module._pack_rows(found.sources, found.data_config) for sample in row]
     images = sum(patches > 0 for _, patches, _ in packed)
     # Four of five records of the first source have media, and none of the second.

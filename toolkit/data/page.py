@@ -129,7 +129,7 @@ def choose_samples(counted: DatasetStatistics) -> list[tuple[SampleSource, int]]
         numbers = np.flatnonzero(sizes.usable_mask)
         count = min(len(numbers), -(-SAMPLES_SHOWN // len(usable)))
         shown = numbers[np.linspace(0, len(numbers) - 1, count).astype(int)]
-        chosen += [(sizes.source, sizes.source.indices[number]) for number in shown.tolist()]
+        chosen += [(sizes.source, number) for number in shown.tolist()]
     return chosen
 
 

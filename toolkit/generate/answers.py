@@ -192,7 +192,7 @@ def _encoded_samples(
     row_encoder = open_encoder(data_config, answerer.encoder.spec, answerer.hf_dir)
     for source in read_sources(data_config.path, config.eval.split):
         with closing(SampleReader(source)) as reader:
-            for index in source.indices:
+            for index in range(len(source)):
                 raw_sample = reader.read_sample(index, with_media=True)
                 if raw_sample is None:  # split.yaml excludes it
                     continue

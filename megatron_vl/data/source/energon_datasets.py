@@ -101,10 +101,9 @@ class SizedSource:
             )
         self._first_numbers = np.concatenate(first_numbers)
         self._part_of_shard = np.array(part_of_shard, np.int64)
-        self._shard_starts = np.cumsum([0, *(shard.count for shard in dataset.shards)])
-
-    def __len__(self) -> int:
-        return int(self._shard_starts[-1])
+        self.shard_sizes = np.array([shard.count for shard in dataset.shards], np.int64)
+        """Number of samples of each shard, int64 [shards]."""
+        self._shard_starts = np.append(0, np.cumsum(self.shard_sizes))
 
     def count_samples(
         self, size_counter: SampleSizeCounter, sample_indices: Integers
@@ -133,17 +132,6 @@ class SizedSource:
         shard_indices = np.searchsorted(self._shard_starts, sample_indices, side="right") - 1
         size_numbers = self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
         return size_numbers, self._part_of_shard[shard_indices]
-
-    def shard_sizes(self, first_sample: int, sample_count: int) -> Integers:
-        """Number of samples of each shard of a subset, int64 [shards].
-
-        Args:
-            first_sample: number of samples before the subset.
-            sample_count: number of samples in it.
-        """
-        subset_starts = np.clip(self._shard_starts, first_sample, first_sample + sample_count)
-        shard_sizes = np.diff(subset_starts)
-        return shard_sizes[shard_sizes > 0]
 
 
 def open_sample_reader(

@@ -145,7 +145,7 @@ def find_datasets_without_sizes(
     """
     tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
     datasets: dict[str, DatasetDescription] = {}
-    for dataset, _ in list_split_datasets(description, split_name):
+    for dataset, _ in description.split_parts(split_name):
         datasets |= {str(part.path): part for part in dataset.parts or (dataset,)}
     return [dataset for dataset in datasets.values() if not has_stored_sizes(dataset, tokenization_id)]
 
@@ -174,24 +174,10 @@ def missing_sizes_advice(
 
 def list_all_datasets(description: Description) -> list[DatasetDescription]:
     """A data set or its parts, or those that a metadataset names, each once."""
-    if isinstance(description, DatasetDescription):
-        return list(description.parts or (description,))
-    datasets = [one for inner in description.inner_by_path.values() for one in list_all_datasets(inner)]
-    return list({str(dataset.path): dataset for dataset in datasets}.values())
-
-
-def list_split_datasets(
-    description: Description, split_name: str
-) -> Iterator[tuple[DatasetDescription, str]]:
-    """Yields the data sets that a split reads, each with the split that is read of it.
-
-    The order is that of a blend's sources.
-    """
-    if isinstance(description, DatasetDescription):
-        yield description, split_name
-        return
-    for inner_description, inner_split in description.split_parts(split_name):
-        yield from list_split_datasets(inner_description, inner_split)
+    is_one = isinstance(description, DatasetDescription)
+    datasets = [description] if is_one else description.dataset_by_path.values()
+    parts = (part for dataset in datasets for part in dataset.parts or (dataset,))
+    return list({str(part.path): part for part in parts}.values())
 
 
 @dataclass(frozen=True)
