@@ -422,7 +422,7 @@ def read_record(
         references, field_paths, conversation.media_limits, strict=True
     ):
         try:
-            media_bytes = read_media(kind, reference, options.roots)
+            media_bytes = read_media(reference, options.roots)
             info = _inspect_once(kind, reference, media_bytes, options)
             if not limits.keys().isdisjoint(CLIP_LIMITS):
                 clip_frames(stored_video_info(info.loader_record("") | {"limits": limits}))

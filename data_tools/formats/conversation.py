@@ -123,7 +123,7 @@ def add_system(record: dict[str, Any], messages: list[Message], turns_field: str
     if record.get("system") in (None, ""):
         return
     system_prompt = checked_text(record["system"], "system")
-    refuse_audio_in(system_prompt, "system", match_anywhere=False)
+    refuse_audio_in(system_prompt, "system")
     if messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     elif messages[0]["content"] != system_prompt:
@@ -211,9 +211,9 @@ def refuse_listed_audio(json_object: dict[str, Any], field_prefix: str) -> None:
         raise unsupported_audio_error(f"{key!r}, {shorten_value(json_object[key])},", f"{field_prefix}{key}")
 
 
-def refuse_audio_in(text: str, field_path: str, match_anywhere: bool) -> None:
+def refuse_audio_in(text: str, field_path: str) -> None:
     """Raises RecordError if :func:`data_tools.audio.find_audio_placeholder` finds a placeholder."""
-    placeholder_text = audio.find_audio_placeholder(text, match_anywhere)
+    placeholder_text = audio.find_audio_placeholder(text)
     if placeholder_text is not None:
         advice = "; if the text is about the tag, write it as code (`<audio>`)"
         raise unsupported_audio_error(shorten_value(placeholder_text), field_path, advice)

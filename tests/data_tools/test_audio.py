@@ -43,8 +43,6 @@ HEARD_TEXTS = [
 HEARD_FIELDS = {
     "audios": ["glass.wav"],
     "audio": "glass.wav",
-    "sound": "https://a.b/c.MP3?d=e",
-    "speech": ["a.wav"],
 }
 HEARD_VALUES = [
     {"path": None, "array": [0.0, 0.0]},
@@ -88,17 +86,12 @@ READ_TEXTS = [
     'Why so silent?\n<audio>\n <source src="a.mp3">\n</audio>',
     "Explain\n```html\n<audio>\n```",
     '<audio src="a.mp3" controls>',
-    "<audio>Your browser has no audio.</audio> What does this do?",
-    "Why does this not play?\n<audio>\n  <source src='a.mp3'>\nThanks",
-    "What is missing?\n<div>\n  <audio>\n  Hear!\n</div>",
-    "<speech>\nDear all, ...\n</speech>\nSum it up.",
     "What is an audio codec?",
 ]
 EMPTY_FIELDS: list[dict[str, Any]] = [
     {"audio": None, "audios": []},
     {"audio": {"bytes": None, "path": None, "sampling_rate": 16000}},  # datasets' Audio, where a row has none
     {"audios": [{"bytes": None, "path": "", "sampling_rate": 16000}]},
-    {"speech": "Four score and seven years ago"},
 ]
 READ = [
     *(openai(text, "It plays sound.") for text in READ_TEXTS),

@@ -10,7 +10,6 @@ import pytest
 
 from data_tools.formats import RecordError, read_conversation
 from data_tools.formats.frame_sequence import FrameSequence
-from data_tools.media import MediaRoots, list_images, natural_order
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
 from tests.tiny import tiny_checkpoint

@@ -174,8 +174,11 @@ def missing_sizes_advice(
 
 def list_all_datasets(description: Description) -> list[DatasetDescription]:
     """A data set or its parts, or those that a metadataset names, each once."""
-    is_one = isinstance(description, DatasetDescription)
-    datasets = [description] if is_one else description.dataset_by_path.values()
+    datasets = (
+        [description]
+        if isinstance(description, DatasetDescription)
+        else [*description.dataset_by_path.values()]
+    )
     parts = (part for dataset in datasets for part in dataset.parts or (dataset,))
     return list({str(part.path): part for part in parts}.values())
 
