@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -279,8 +278,6 @@ def _convert_records(
     report = DataReport()
     seen_ids = RecordIds()
     bytes_read = bytes_shown = 0
-    bytes_by_batch: deque[int] = deque()
-    """How many bytes had been read at the end of each batch that is not stored yet."""
     spool_dir = dataset_dir / "spool"
     spool_dir.mkdir()
 
@@ -291,7 +288,6 @@ def _convert_records(
     def batch_tasks() -> Iterator[tuple[Any, ...]]:
         batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
         for number, batch in enumerate(batches):
-            bytes_by_batch.append(bytes_read)
             yield batch, options, spool_dir / str(number)
 
     total_bytes = sum(source.path.stat().st_size for source in input_files)
@@ -325,11 +321,10 @@ def _convert_records(
                         quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
             spool_path.unlink()
             num_refused = report.records - sum(shard_writer.num_samples.values())
-            bytes_stored = bytes_by_batch.popleft()
             show_progress(
-                bytes_stored - bytes_shown, f"{report.records:,} records, {num_refused:,} quarantined"
+                bytes_read - bytes_shown, f"{report.records:,} records, {num_refused:,} quarantined"
             )
-            bytes_shown = bytes_stored
+            bytes_shown = bytes_read
         shards = shard_writer.finish()
     spool_dir.rmdir()
     report.train, report.val = shard_writer.num_samples["train"], shard_writer.num_samples["val"]

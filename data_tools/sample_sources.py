@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,9 +25,9 @@ from megatron_vl.data.source.dataset_description import (
     LoaderError,
     read_description,
 )
-from megatron_vl.data.source.energon_datasets import open_sample_reader
+from megatron_vl.data.source.energon_datasets import SplitShards, open_sample_reader
 from megatron_vl.data.source.location import DataPath, Location
-from megatron_vl.data.source.pair_reader import key_hash, shard_place
+from megatron_vl.data.source.pair_reader import TarShard, key_hash, shard_place
 from megatron_vl.data.source.store_reading import StoreShards, read_tar_shards
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.errors import UserError
@@ -61,14 +60,8 @@ class SampleSource:
     @cached_property
     def shard_starts(self) -> list[int]:
         """Number of samples before each shard, and at last the number of all."""
-        try:
-            shard_sizes = [self.dataset.samples_by_shard[name] for name in self.shard_names]
-            return list(itertools.accumulate(shard_sizes, initial=0))
-        except KeyError as error:
-            raise LoaderError(
-                f"{self.dataset.path}: {METADATA_DIR}/.info.json does not "
-                f"count the samples of {error.args[0]}; convert the data again"
-            ) from error
+        shard_sizes = [self.dataset.samples_by_shard[name] for name in self.shard_names]
+        return list(itertools.accumulate(shard_sizes, initial=0))
 
     def __len__(self) -> int:
         return self.shard_starts[-1]
@@ -196,25 +189,13 @@ class SampleReader:
     """
 
     def __init__(self, sample_source: SampleSource, *, measures: bool = False) -> None:
-        from megatron.energon.epathlib import EPath
-        from megatron.energon.flavors.webdataset.structs import ShardInfo
-
-        dataset_dir = EPath(sample_source.dataset.path)
-        counts = sample_source.dataset.samples_by_shard
-        names = sample_source.shard_names
-        tar_shards = read_tar_shards(sample_source.dataset.path)
-        self.shards: list[Any] = [
-            tar_shards.get(name) or ShardInfo(name=name, path=dataset_dir / name, count=counts[name])
-            for name in names
-        ]
-        excluded_names = set() if measures and tar_shards else {*sample_source.dataset.excluded_names}
-        self.path = dataset_dir
+        dataset = SplitShards(sample_source.dataset, sample_source.split)
+        if measures and isinstance(dataset.shards[0], TarShard):
+            dataset.excluded_names.clear()
         self.member_names: list[str] = []
-        # Energon names a sample SHARD/KEY there.
-        self.sample_filter = lambda name: name not in excluded_names
-        stored_shards = StoreShards(self, block_size=1)
+        stored_shards = StoreShards(dataset, block_size=1)
         take = lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]  # noqa: E731
-        self.tolerant_reader = open_sample_reader(self, take, self._is_member_wanted)
+        self.tolerant_reader = open_sample_reader(dataset, take, self._is_member_wanted)
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:

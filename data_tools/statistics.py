@@ -1,7 +1,7 @@
 """What a data set holds, counted over all samples from their sizes in the index.
 
 The samples themselves are not read. The number of rows that they fill is the one figure that is not a sum:
-the loader's own packing makes rows of them in random order. Of a large data set, it packs
+the loader's own planner makes rows of them, one after the other. Of a large data set, it takes
 :data:`MAX_PACKED_SAMPLES` samples.
 """
 
@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data import planned_rows
-from megatron_vl.data.packing.fill_row import choose_row_samples
+from megatron_vl.data.packing.batch_planner import BatchPlanner
 from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
+from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.source.sample_sizes import (
     COORDINATE,
     SampleSizeCounter,
@@ -148,7 +148,7 @@ class DatasetStatistics:
             SizesError: no sample can be used.
         """
         self.check_usable()
-        rows = [np.array(row).sum(0) for row in _pack_rows(self.sources, self.data_config)]
+        rows = [np.array(row).sum(0) for row in _plan_rows(self.sources, self.data_config)]
         tokens, patches, samples = np.array(rows, np.float64).T
         return {"fill": tokens / self.data_config.seq_len, "samples": samples, "patches": patches}
 
@@ -253,44 +253,36 @@ def _shard_quantities(
     return *tokens_and_patches, count(frames == 0), count((frames > 0) & (frames != COORDINATE))
 
 
-def _pack_rows(
+def _plan_rows(
     all_sources: Sequence[SourceSizes], data_config: DataConfig
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Packs samples in random order, of each source as many as training draws from it.
+    """Plans rows of samples in random order, of each source as many as training draws from it.
 
     Yields:
         A row: (tokens, patches, 1) of each sample.
     """
-    random_generator = np.random.default_rng(0)
-    max_samples = min(MAX_PACKED_SAMPLES, sum(len(source_sizes.source) for source_sizes in all_sources))
-    drawn_samples = []
-    for each in all_sources:
-        tokens, patches = (each.sizes[name][each.usable_mask] for name in ("tokens", "patches"))
-        draw_share = each.source.share * len(tokens) / len(each.source)
-        num_drawn = max(1, round(max_samples * draw_share)) if len(tokens) else 0
-        # A source with fewer samples is repeated, as in training.
-        drawn_indices = np.resize(random_generator.permutation(len(tokens)), num_drawn)
-        drawn_sizes = np.stack([tokens, patches], axis=1)[drawn_indices]
-        if each.cut_samples:
-            places = np.flatnonzero(each.usable_mask)[drawn_indices].tolist()
-            cut = [each.cut_samples.get(place, drawn_sizes[i : i + 1]) for i, place in enumerate(places)]
-            drawn_sizes = np.concatenate(cut)
-        drawn_samples.append(np.pad(drawn_sizes, ((0, 0), (0, 1)), constant_values=1))
-    waiting_samples = random_generator.permutation(np.concatenate(drawn_samples)).tolist()
+    sample_counts = [len(each.source) for each in all_sources]
+    shares = [each.source.share for each in all_sources]
 
-    buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1
-    while waiting_samples:
-        buffered_sizes: list[tuple[int, int]] = []
-        free_tokens = data_config.seq_len if data_config.pack else 0
-        for tokens, patches, _ in waiting_samples:
-            if len(buffered_sizes) >= buffer_size and free_tokens <= 0:
-                break
-            buffered_sizes.append((tokens, patches))
-            free_tokens -= tokens
-        chosen_indices = choose_row_samples(buffered_sizes, data_config.seq_len, data_config.max_patches)
-        yield [waiting_samples[i] for i in chosen_indices]
-        for i in reversed(chosen_indices):
-            del waiting_samples[i]
+    def lookup_sizes(source: int, indices: IntegerArray) -> tuple[IntegerArray, IntegerArray]:
+        each = all_sources[source]
+        usable = each.usable_mask[indices]
+        return each.sizes["tokens"][indices] * usable, each.sizes["patches"][indices] * usable
+
+    planner = BatchPlanner(
+        SampleOrder(sample_counts, shares, seed=0, is_shuffled=True),
+        lookup_sizes,
+        1,
+        data_config.seq_len,
+        data_config.max_patches,
+        packs_samples=data_config.pack,
+        draw_limit=min(MAX_PACKED_SAMPLES, sum(sample_counts)),
+        cut_sample=lambda source, index: all_sources[source].cut_samples[index].tolist(),
+    )
+    while not planner.is_at_end:
+        [row] = planner.next_batch().rows_of_rank()
+        if used := [(sample.tokens, sample.patches, 1) for sample in row if sample.tokens]:
+            yield used
 
 
 def describe_values(

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.energon.metadataset.loader_interface import LoadedDataset
-
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
@@ -30,7 +28,7 @@ from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.row_loader import PIXEL_FIELDS, PROCESSOR_PREFIX, STATE_VERSION, RowLoader
 from megatron_vl.data.source.blend import BlendSource, list_names
 from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, read_description
-from megatron_vl.data.source.energon_datasets import load_datasets, open_sample_reader
+from megatron_vl.data.source.energon_datasets import SplitShards, load_datasets, open_sample_reader
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.spec.families import ModelSpec
@@ -110,10 +108,6 @@ def _loader_identity(
         # Those that come from the processor's files, such as processor.patch_size.
         **{f"{PROCESSOR_PREFIX}{name}": value for name, value in pixel_settings.items()},
     }
-    if data_config.shuffle:
-        identity["shuffle_block"] = planned_rows.SHUFFLE_BLOCK
-    if data_config.pack:
-        identity["packing_buffer"] = planned_rows.PACKING_BUFFER
     if chat_encoder.template_writes_thinking:
         identity |= dataclasses.asdict(chat_encoder.thinking_rule)
     return identity
@@ -159,12 +153,12 @@ def validation_rows(
 
 
 def _samples_in_order(
-    row_encoder: RowEncoder, blend_sources: Sequence[BlendSource], loaded_datasets: Sequence[LoadedDataset]
+    row_encoder: RowEncoder, blend_sources: Sequence[BlendSource], datasets: Sequence[SplitShards]
 ) -> Iterator[RawSample]:
     """All samples of all sources, and the parts of those that are cut, one after the other."""
-    for source, loaded in zip(blend_sources, loaded_datasets, strict=True):
-        read_ahead = ReadAhead([loaded.dataset], READ_TOGETHER, block_count=1, rank_count=1)
-        reader = open_sample_reader(loaded.dataset, partial(read_ahead.take, 0))
+    for source, dataset in zip(blend_sources, datasets, strict=True):
+        read_ahead = ReadAhead([dataset], READ_TOGETHER, block_count=1, rank_count=1)
+        reader = open_sample_reader(dataset, partial(read_ahead.take, 0))
         for index in range(source.sample_count):
             if index % READ_AHEAD == 0:
                 end = min(index + READ_AHEAD, source.sample_count)

@@ -20,7 +20,6 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from megatron.energon.metadataset.loader_interface import LoadedDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
@@ -30,7 +29,7 @@ from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.row_encoder import RowEncoder, cook_sample
 from megatron_vl.data.source.blend import BlendSource
 from megatron_vl.data.source.dataset_description import METADATA_DIR, LoaderError
-from megatron_vl.data.source.energon_datasets import SizedSource, open_sample_reader
+from megatron_vl.data.source.energon_datasets import SizedSource, SplitShards, open_sample_reader
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter
 from megatron_vl.data.source.store_reading import ReadAhead, StoreSamples
@@ -54,8 +53,8 @@ class PlanningContext:
     """What each process needs to plan the batches of a run and to read its rows.
 
     Args:
-        loaded_datasets: Energon's data sets.
-        blend_sources: the sources of the blend that these data sets belong to, in the same order.
+        datasets: the shards of each source.
+        blend_sources: these sources, in the same order.
         tokenization_id: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
         rows_per_step: number of rows of a step, on all ranks.
         epochs: number of passes over the data; 0: they never end.
@@ -63,7 +62,7 @@ class PlanningContext:
 
     def __init__(
         self,
-        loaded_datasets: Sequence[LoadedDataset],
+        datasets: Sequence[SplitShards],
         blend_sources: Sequence[BlendSource],
         tokenization_id: str,
         row_encoder: RowEncoder,
@@ -71,7 +70,7 @@ class PlanningContext:
         epochs: int = 0,
     ) -> None:
         self.epochs = epochs
-        self.datasets: list[Any] = [loaded.dataset for loaded in loaded_datasets]
+        self.datasets = list(datasets)
         self.blend_sources = list(blend_sources)
         self.row_encoder = row_encoder
         self.rows_per_step = rows_per_step

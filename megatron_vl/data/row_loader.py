@@ -24,7 +24,8 @@ from megatron_vl.data.state_json import LoaderStateError, state_from_json, state
 from megatron_vl.system.json_files import check_format_version
 
 STATE_VERSION = 1
-"""Version of a state's format, of the order of samples and of the planning of rows."""
+"""Version of a state's format, of the order of samples and of the planning of rows, which its constants
+determine."""
 PIXEL_FIELDS = tuple(
     "min_pixels max_pixels video_min_pixels video_max_pixels video_fps video_max_frames".split()
 )
@@ -36,10 +37,6 @@ ADVICE_BY_FIELD = {
     "chat_template": "give the chat template that the run began with (that of data.chat_template stands in"
     " run.json, among the fields)",
     "tokenizer": "give the tokenizer that the run began with",
-    "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
-    "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
-    "shuffle_block": "resume with the program that saved it",
-    "packing_buffer": "resume with the program that saved it",
 }
 
 FORMER_VALUES = {"learnt": "trained"}

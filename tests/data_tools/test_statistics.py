@@ -150,7 +150,7 @@ def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     mean = (shares[0] * first.mean() + shares[1] * second.mean()) / sum(shares)
     assert describe_values(*found.sample_quantity("tokens"))["mean"] == pytest.approx(mean)
     assert found.num_samples == 31 + len(found.sources[1].source)
-    packed = [sample for row in module._pack_rows(found.sources, found.data_config) for sample in row]
+    packed = [sample for row in module._plan_rows(found.sources, found.data_config) for sample in row]
     images = sum(patches > 0 for _, patches, _ in packed)
     # Four of five records of the first source have media, and none of the second.
     rows = found.num_samples * mean * sum(shares) / (found.row_quantities["fill"].mean() * 512)
@@ -163,7 +163,7 @@ def test_rows_hold_each_usable_sample_once(out):
     (one,) = found.sources
     sizes = zip(*(one.sizes[name][one.usable_mask].tolist() for name in ("tokens", "patches")), strict=True)
     packed = [
-        tuple(sample[:2]) for row in module._pack_rows(found.sources, found.data_config) for sample in row
+        tuple(sample[:2]) for row in module._plan_rows(found.sources, found.data_config) for sample in row
     ]
     assert Counter(packed) == Counter(sizes)
     rows = found.row_quantities

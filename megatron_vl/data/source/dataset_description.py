@@ -103,13 +103,13 @@ class DatasetDescription:
     def split_identity(self, split_name: str) -> dict[str, Any]:
         """The identity by content. It does not contain the path, so that the folder can be moved."""
         names = self._split_shards(split_name)
-        listed_text = "".join(f"{name} {self.samples_by_shard.get(name)}\n" for name in names)
+        listed_text = "".join(f"{name} {self.samples_by_shard[name]}\n" for name in names)
         listed_text += "".join(f"-{name}\n" for name in self.excluded_names)
         list_digest = hashlib.sha256(listed_text.encode()).hexdigest()[:16]
         return {
             "content": self.content_id,
             "split": split_name,
-            "samples": self._split_sample_count(split_name),
+            "samples": sum(self.samples_by_shard[name] for name in names),
             "shards": len(names),
             "list": list_digest,
         }
@@ -132,12 +132,6 @@ class DatasetDescription:
                 " (makes val), or with more samples"
             )
         return names
-
-    def _split_sample_count(self, split_name: str) -> int | None:
-        try:
-            return sum(self.samples_by_shard[name] for name in self.shards_by_split[split_name])
-        except KeyError:  # the data set was prepared by hand, and Energon refuses it with its own message
-            return None
 
 
 @dataclass(frozen=True)
@@ -205,24 +199,28 @@ def read_description(data_path: DataPath | Location) -> Description:
         DescriptionError: a description does more than list shards.
     """
     if isinstance(data_path, list):
-        datasets = {part["path"]: _read_one(resolve_location(part["path"])) for part in data_path}
+        datasets = {part["path"]: read_dataset(resolve_location(part["path"])) for part in data_path}
         split_names = {name for dataset in datasets.values() for name in dataset.shards_by_split}
         return MetadatasetDescription(
             Path("data.path"), dict.fromkeys(split_names, ("blend", data_path)), datasets
         )
     dataset_path = resolve_location(data_path) if isinstance(data_path, str) else data_path
-    return _read_metadataset(dataset_path) if location_is_file(dataset_path) else _read_one(dataset_path)
+    return _read_metadataset(dataset_path) if location_is_file(dataset_path) else read_dataset(dataset_path)
 
 
-def _read_one(dataset_path: Location) -> DatasetDescription:
-    """The description of a data set's folder, or of a folder of its parts."""
+def read_dataset(dataset_path: Location, *, checks_shards: bool = True) -> DatasetDescription:
+    """The description of a data set's folder, or of a folder of its parts.
+
+    Args:
+        checks_shards: whether to look at the shards too, which one rank does for all.
+    """
     if folders := part_folders(dataset_path):
-        return _join_parts(dataset_path, [_read_dataset(folder) for folder in folders])
+        return _join_parts(dataset_path, [_read_dataset(folder, checks_shards) for folder in folders])
     if not location_is_file(dataset_path / METADATA_DIR / "split.yaml"):
         raise LoaderError(
             f"{dataset_path} is not a data set; give a folder written by `megatron-vl data convert`"
         )
-    return _read_dataset(dataset_path)
+    return _read_dataset(dataset_path, checks_shards)
 
 
 def _join_parts(dataset_path: Location, parts: list[DatasetDescription]) -> DatasetDescription:
@@ -249,7 +247,7 @@ def join_content_ids(content_ids: list[str]) -> str:
     return hashlib.sha256("\n".join(content_ids).encode()).hexdigest()[:32]
 
 
-def _read_dataset(dataset_path: Location) -> DatasetDescription:
+def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescription:
     metadata_dir = dataset_path / METADATA_DIR
     dataset_fields = _read_description_file(metadata_dir / "dataset.yaml")
     unknown_fields = dataset_fields.keys() - PLAIN_DATASET_FIELDS.keys() - {"subflavors"}
@@ -268,17 +266,23 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
         raise DescriptionError(
             f"{metadata_dir / '.info.json'}: shard_counts is not a number of samples for each shard"
         )
-    shard_names = samples_by_shard.keys() | set().union(*shards_by_split.values())
-    if tar_list := read_tar_list(metadata_dir):
-        _check_tars(dataset_path, tar_list, shard_names)
-    else:
-        _check_shard_names(dataset_path, shard_names)
+    if checks_shards:
+        shard_names = samples_by_shard.keys() | set().union(*shards_by_split.values())
+        if tar_list := read_tar_list(metadata_dir):
+            _check_tars(dataset_path, tar_list, shard_names)
+        else:
+            _check_shard_names(dataset_path, shard_names)
 
     excluded_set = set(excluded_names)
     kept_shards = {
         split_name: [name for name in shard_names if name not in excluded_set]
         for split_name, shard_names in shards_by_split.items()
     }
+    if uncounted := set().union(*kept_shards.values()) - samples_by_shard.keys():
+        raise DescriptionError(
+            f"{metadata_dir / '.info.json'} does not count the samples of {min(uncounted)}; convert the data"
+            " again"
+        )
     return DatasetDescription(
         dataset_path,
         kept_shards,
@@ -475,7 +479,7 @@ def _read_metadataset(metadataset_path: Location) -> MetadatasetDescription:
             )
         mixtures[split_name] = kind, parts
         for path in [part["path"] for part in parts if part["path"] not in dataset_by_path]:
-            dataset_by_path[path] = _read_one(metadataset_path.parent / path)
+            dataset_by_path[path] = read_dataset(metadataset_path.parent / path)
     return MetadatasetDescription(metadataset_path, mixtures, dataset_by_path)
 
 
