@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sqlite3
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -156,29 +156,12 @@ def list_splits(data_path: DataPath | Location) -> list[str]:
 
 
 def original_media_names(dataset_dir: Location, sample_key: str) -> list[str]:
-    """The names of a sample's media before the conversion; empty if they are not recorded.
-
-    Lines are in the order of the keys, so one is found by bisection.
-    """
-    try:
-        names_file = (dataset_dir / MEDIA_NAMES_FILE).open("rb")
-    except OSError:
-        return []
-    with names_file:
-        low, high = 0, names_file.seek(0, os.SEEK_END)
-        while low < high:
-            middle = (low + high) // 2
-            names_file.seek(max(middle - 1, 0))
-            if middle:
-                names_file.readline()  # to the first line that begins at or after the middle
-            line = names_file.readline()
-            if line and json.loads(line)[0] < sample_key:
-                low = names_file.tell()
-            else:
-                high = middle
-        names_file.seek(low)
-        key, names = json.loads(names_file.readline() or '["", []]')
-    return names if key == sample_key else []
+    """The names of a sample's media before the conversion; empty if they are not recorded."""
+    line_start = json.dumps([sample_key])[:-1].encode() + b","
+    with suppress(OSError), (dataset_dir / MEDIA_NAMES_FILE).open("rb") as names_file:
+        line = next((line for line in names_file if line.startswith(line_start)), b'["", []]')
+        return list(json.loads(line)[1])
+    return []
 
 
 class SampleReader:

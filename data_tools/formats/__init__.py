@@ -29,7 +29,6 @@ from .conversation import (
     add_system,
     check_answers,
     check_loss_weights,
-    check_result_counts,
     check_role_order,
     count_media,
     cut_unfinished_turns,
@@ -49,7 +48,7 @@ from .record_reader import (
     RecordReader,
     refuse_unread_keys,
 )
-from .tool_calls import drop_null_arguments, read_template_arguments, read_tools
+from .tool_calls import read_template_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
@@ -139,13 +138,11 @@ def read_conversation(
     check_loss_weights(messages, record_format.turns_field)
 
     tools = read_tools(record)
-    drop_null_arguments(messages, tools)
     try:
         messages = order_results(messages)
         check_control_tokens(messages, tools)
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
-    check_result_counts(messages, record_format.turns_field)
     objects = object_reader.take_objects(messages)
     return Conversation(
         messages,

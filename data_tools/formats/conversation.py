@@ -9,7 +9,6 @@ with an object of arguments) and ``loss_weight`` (a float; without it the weight
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from megatron_vl.data.sample.conversation_checks import find_special_token
@@ -168,17 +167,6 @@ def cut_unfinished_turns(messages: list[Message]) -> list[Message]:
     unfinished = messages[last_answer + 1 :]
     del messages[last_answer + 1 :]
     return unfinished
-
-
-def check_result_counts(messages: list[Message], turns_field: str) -> None:
-    """Raises RecordError if a turn's calls have results, but not one for each of them."""
-    num_calls = 0
-    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
-        turns = list(group)
-        if are_results and len(turns) != num_calls:
-            detail = f"{num_calls} calls have {len(turns)} results; each call needs one result"
-            raise RecordError("results and calls differ", detail, turns_field)
-        num_calls = len(turns[-1].get("tool_calls", ()))
 
 
 def check_answers(messages: list[Message], turns_field: str) -> None:

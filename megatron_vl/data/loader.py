@@ -26,7 +26,7 @@ from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlanningContext
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.row_loader import PIXEL_FIELDS, PROCESSOR_PREFIX, STATE_VERSION, RowLoader
-from megatron_vl.data.source.blend import BlendSource, list_names
+from megatron_vl.data.source.blend import BlendSource
 from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, read_description
 from megatron_vl.data.source.energon_datasets import SplitShards, load_datasets, open_sample_reader
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
@@ -73,7 +73,7 @@ def build_loader(
     row_encoder = _make_row_encoder(data_config, spec, hf_dir)
     blend_sources, datasets = load_datasets(split_facts)
     if empty_sources := [s.source_name for s in blend_sources if s.sample_share and not s.sample_count]:
-        raise LoaderError(f"{data_config.path}: {list_names(empty_sources)} has no samples; leave it out")
+        raise LoaderError(f"{data_config.path}: {', '.join(empty_sources)} has no samples; leave it out")
     if len(blend_sources) > 1:
         row_encoder.source_names = tuple(source.source_name for source in blend_sources)
 

@@ -18,7 +18,7 @@ from megatron_vl.data.packing.batch_planner import count_finished_draws
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
 from megatron_vl.data.sample.stop_tokens import serving_notes
-from megatron_vl.data.source.blend import blend_change_lines, list_names, read_saved_sources, summarize_blend
+from megatron_vl.data.source.blend import blend_change_lines, read_saved_sources, summarize_blend
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.system.json_files import check_format_version
@@ -234,7 +234,7 @@ class RowLoader:
         new_sources = self._planning_context.blend_sources
         if not {one.source_key for one in old_sources} & {one.source_key for one in new_sources}:
             old_names, new_names = (
-                list_names([f"{one.source_name} ({one.sample_count:,} samples)" for one in sources])
+                ", ".join(f"{one.source_name} ({one.sample_count:,} samples)" for one in sources)
                 for sources in (old_sources, new_sources)
             )
             raise LoaderStateError(

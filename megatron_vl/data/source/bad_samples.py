@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_vl.data.source.blend import list_names
-
 TOO_LONG = "longer than seq_len"
 TOO_MANY_PATCHES = "more than max_patches"
 NOT_IN_CHAT_TEMPLATE = "not written by the chat template"
@@ -140,7 +138,7 @@ class BadSampleMeter:
         texts = []
         for reason, count in self.reason_counts.most_common():
             names = sorted(self.datasets_by_reason.get(reason, ()))
-            texts.append(f"{count} {reason}" + (f" (source {list_names(names)})" if names else ""))
+            texts.append(f"{count} {reason}" + (f" (source {', '.join(names)})" if names else ""))
         return ", ".join(texts)
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,10 +22,6 @@ NAME_FIELD = "source"
 """The entry of ``subflavors`` that names a source."""
 AMOUNT_BY_KIND = {"blend": "weight", "blend_epochized": "repetitions"}
 """What a part of a mixture of each kind has."""
-MAX_LISTED_SOURCES = 40
-"""Largest number of sources that the start of a run lists one by one."""
-MAX_NAMED_SOURCES = 10
-"""Largest number of sources that a message names."""
 
 
 class BlendError(UserError, ValueError):
@@ -58,31 +54,12 @@ class BlendSource:
         return f"{self.source_name}: {self.weight_text}, {self.sample_count:,} samples, {share_text}"
 
 
-def list_names(names: list[str]) -> str:
-    """The first of some names, and how many more there are."""
-    unnamed_count = len(names) - MAX_NAMED_SOURCES
-    text = ", ".join(names[:MAX_NAMED_SOURCES])
-    return f"{text} and {unnamed_count} more" if unnamed_count > 0 else text
-
-
 def summarize_blend(sources: Sequence[BlendSource]) -> list[str]:
-    """Lines for the start of a run: each source with its weight or epochs, samples and share.
-
-    The smallest ones of a large blend share a line.
-    """
+    """Lines for the start of a run: each source with its weight or epochs, samples and share."""
     if len(sources) < 2:
         return []
-    by_share = sorted(range(len(sources)), key=lambda i: (-sources[i].sample_share, i))
-    lines = [f"source {sources[i].summary_line()}" for i in sorted(by_share[:MAX_LISTED_SOURCES])]
-    if smaller_sources := [sources[i] for i in by_share[MAX_LISTED_SOURCES:]]:
-        sample_count = sum(source.sample_count for source in smaller_sources)
-        share = sum(source.sample_share for source in smaller_sources)
-        lines.append(
-            f"{len(smaller_sources)} smaller sources: {sample_count:,} samples, {share:.1%} of the samples"
-            " expected"
-        )
     return [
-        *lines,
+        *(f"source {source.summary_line()}" for source in sources),
         "the line of a step shows the mean loss of each source and, in brackets, its samples, loss tokens and"
         " passes so far",
     ]
@@ -130,7 +107,7 @@ def read_blend_sources(
             counts[i],
             texts[field].format(given_amounts[i]),
             amounts[i] / total if total else 1.0,
-            part["data"].get("content") or "",
+            part["data"]["content"],
             math.ceil(round(amounts[i], 6)) if field == "repetitions" else 0,
         )
         for i, part in enumerate(parts)
@@ -231,8 +208,6 @@ def blend_change_lines(
     has_same_order = [one.source_key for one in old_sources] == [one.source_key for one in new_sources]
     if not lines and not has_same_order:
         return ["the data sets are in another order"]
-    if (unlisted_count := len(lines) - MAX_LISTED_SOURCES) > 0:
-        lines = [*lines[:MAX_LISTED_SOURCES], f"{unlisted_count} more sources change"]
     return lines
 
 
