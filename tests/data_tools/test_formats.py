@@ -214,29 +214,6 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
-def test_calls_lose_the_null_arguments_of_other_functions():
-    """A table of calls fills them in. A name that no function has stays: nobody says that it is a filler."""
-    described = {"weather": ("city", "day"), "search": ("query", "city")}
-    tools = [
-        {
-            "name": name,
-            "parameters": {"type": "object", "properties": dict.fromkeys(names, {"type": "string"})},
-        }
-        for name, names in described.items()
-    ]
-    filled = {"city": "Oslo", "day": None, "query": None, "unknown": None}
-    written = dict(filled)
-    call = {"function": {"name": "weather", "arguments": filled}}
-    messages = [ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "dry"}, SAY]
-
-    def arguments(**more):
-        (found,) = read_conversation({"messages": messages, **more}).messages[1]["tool_calls"]
-        return found["function"]["arguments"]
-
-    assert arguments(tools=tools) == {"city": "Oslo", "day": None, "unknown": None}
-    assert arguments(tools=tools[1:]) == arguments(tools=[TOOL]) == arguments() == written
-
-
 def test_reasoning_of_a_call_is_carried_to_its_turn():
     call = {"role": "function_call", "content": WRITTEN, "reasoning_content": "Look it up."}
     rest = [{"role": "tool", "content": "rain"}, SAY]

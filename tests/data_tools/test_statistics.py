@@ -187,7 +187,7 @@ def test_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
     some = _statistics(out)
     assert some.row_quantities["samples"].sum() in (15, 16)
     each = some.row_quantities["fill"].mean() * 512
-    assert some.pass_facts(1)["rows"] == math.ceil(tokens / each) in (4, 5)
+    assert some.pass_facts(1)["rows"] == math.ceil(tokens / each) in (4, 5, 6)
 
 
 def test_quantiles_equal_those_by_hand():
