@@ -33,8 +33,8 @@ MAX_NESTING = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
 
-class ReadError(UserError, ValueError):
-    """A file that cannot be read any further; the message names the file and the record."""
+class ConvertError(UserError, ValueError):
+    """A conversion that cannot be made; the message says what to do."""
 
 
 class UnreadableRecord(NamedTuple):
@@ -62,21 +62,21 @@ def read_records(
             their lines are not parsed.
 
     Raises:
-        ReadError: a JSON array or a table is broken (the start of its next record is unknown), or the file
+        ConvertError: a JSON array or a table is broken (the start of its next record is unknown), or the file
             is empty.
     """
     if records_path.suffix in tables.TABLE_SUFFIXES:
         try:
             yield from tables.read_rows(records_path, on_bytes, is_wanted)
         except (ValueError, OSError) as error:
-            raise ReadError(f"{records_path} cannot be read: {error}") from error
+            raise ConvertError(f"{records_path} cannot be read: {error}") from error
         return
 
     with _open_content(records_path) as (raw_file, content_file):
         # Only looked at, because a pipe cannot be read twice.
         first_bytes = content_file.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
         if not first_bytes:
-            raise ReadError(f"{records_path} is empty")
+            raise ConvertError(f"{records_path} is empty")
 
         reported_position = 0
 
@@ -95,7 +95,7 @@ def read_records(
 
 @contextmanager
 def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
-    """A file and its content, which may be compressed. Raises ReadError if that is damaged."""
+    """A file and its content, which may be compressed. Raises ConvertError if that is damaged."""
     try:
         with (
             records_path.open("rb", CHUNK_BYTES) as raw_file,
@@ -103,12 +103,12 @@ def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
         ):
             yield raw_file, content_file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ReadError(f"{records_path} is damaged: {error}") from error
+        raise ConvertError(f"{records_path} is damaged: {error}") from error
     except OSError as error:
         # pyarrow reports damaged zstd data as an OSError without a number.
         if records_path.suffix != ".zst" or error.errno:
             raise
-        raise ReadError(f"{records_path} is damaged: {error}") from error
+        raise ConvertError(f"{records_path} is damaged: {error}") from error
 
 
 def _decompressed(records_path: Path, raw_file: IO[bytes]) -> Any:
@@ -149,7 +149,7 @@ def _read_json_lines(
             if isinstance(record, UnreadableRecord) and not line.endswith(b"\n"):
                 if record.reason in ("not JSON", "not UTF-8"):
                     advice = "fetch the whole file, or end that line if it is the last one"
-                    raise ReadError(
+                    raise ConvertError(
                         f"{records_path} ends within line {line_number} ({record.detail}): {advice}"
                     )
             yield line_number, record
@@ -200,15 +200,15 @@ def _read_array(
     text = _ArrayText(content_file, on_bytes, records_path)
     while (character := text.next_character()) != "]":
         if not character:
-            raise ReadError(f"{records_path} ends within its array, after record {text.num_records}")
+            raise ConvertError(f"{records_path} ends within its array, after record {text.num_records}")
         if text.num_records and character != ",":
-            raise ReadError(f"{records_path}: no comma after record {text.num_records}")
+            raise ConvertError(f"{records_path}: no comma after record {text.num_records}")
         text.position += 1  # the bracket or the comma
         if text.num_records or text.next_character() != "]":
             yield text.num_records + 1, text.read_record()
     text.position += 1
     if text.next_character():
-        raise ReadError(
+        raise ConvertError(
             f"{records_path}: something follows the end of the array, after record {text.num_records};"
             " is it two files in one?"
         )
@@ -227,7 +227,7 @@ class _ArrayText:
         try:
             new_text = self.stream.read(num_characters)
         except UnicodeDecodeError as error:
-            raise ReadError(f"{self.path}: not UTF-8 after record {self.num_records}: {error}") from error
+            raise ConvertError(f"{self.path}: not UTF-8 after record {self.num_records}: {error}") from error
         self.text, self.position = self.text[self.position :] + new_text, 0
         return bool(new_text)
 
@@ -257,7 +257,7 @@ class _ArrayText:
                 num_brackets = record_text.count("[") + record_text.count("{")
                 return refused_record or _check_nesting(json_value, num_brackets)
             except RecursionError as error:
-                raise ReadError(f"{self.path}: record {record_number} is nested too deeply") from error
+                raise ConvertError(f"{self.path}: record {record_number} is nested too deeply") from error
             except json.JSONDecodeError as error:
                 # A cut leaves an open string, or fails within the last characters.
                 is_cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
@@ -269,7 +269,7 @@ class _ArrayText:
                 # Chunks double, so that a long record is not parsed again for every MiB of it.
                 num_characters *= 2
                 if not is_cut_off or not self.grow(num_characters):
-                    raise ReadError(
+                    raise ConvertError(
                         f"{self.path}: record {record_number} is not valid JSON: {error_text}, at"
                         f" {nearby_text!r}"
                     ) from error

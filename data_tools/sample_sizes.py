@@ -99,7 +99,7 @@ def index_datasets(
     Raises:
         SizesWriteError: a data set is not on a local disk, its shards cannot be read, or its folder cannot be
             written.
-        LoaderError, DescriptionError: there is no data set.
+        LoaderError: there is no data set.
         ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
     """
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)

@@ -19,14 +19,9 @@ import numpy as np
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.source.blend import read_blend_sources
-from megatron_vl.data.source.dataset_description import (
-    METADATA_DIR,
-    DatasetDescription,
-    LoaderError,
-    read_description,
-)
+from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, read_description
 from megatron_vl.data.source.energon_datasets import SplitShards, open_sample_reader
-from megatron_vl.data.source.location import DataPath, Location
+from megatron_vl.data.source.location import DataPath, LoaderError, Location
 from megatron_vl.data.source.pair_reader import TarShard, key_hash, shard_place
 from megatron_vl.data.source.store_reading import StoreShards, read_tar_shards
 from megatron_vl.spec.families import ModelSpec
@@ -119,7 +114,7 @@ def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSourc
     """The data sets that a run reads for a split, with their shares.
 
     Raises:
-        LoaderError, DescriptionError: as
+        LoaderError: as
             :func:`~megatron_vl.data.source.dataset_description.read_description`; or the split is empty.
     """
     description = read_description(data_path)

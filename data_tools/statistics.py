@@ -24,11 +24,11 @@ from megatron_vl.data.packing.batch_planner import BatchPlanner
 from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.source.sample_sizes import (
     COORDINATE,
     SampleSizeCounter,
-    SizesError,
     compute_tokenization_id,
     missing_sizes_advice,
     open_stored_sizes,
@@ -119,11 +119,11 @@ class DatasetStatistics:
         return {"whole": whole_tokens - cut["tokens"], "cut": cut, "left_out": dict(+left_out_tokens)}
 
     def check_usable(self) -> None:
-        """Raises SizesError if no sample can be used."""
+        """Raises LoaderError if no sample can be used."""
         if not self.num_usable:
             refusals = BadSampleMeter(1.0)
             refusals.add_counts(0, self.left_out_reasons())
-            raise SizesError(
+            raise LoaderError(
                 f"no sample of {self.data_config.path} can be used ({refusals.counts_by_reason()})."
                 f" {refusals.advice_text()}"
             )
@@ -145,7 +145,7 @@ class DatasetStatistics:
         [rows].
 
         Raises:
-            SizesError: no sample can be used.
+            LoaderError: no sample can be used.
         """
         self.check_usable()
         rows = [np.array(row).sum(0) for row in _plan_rows(self.sources, self.data_config)]
@@ -180,14 +180,13 @@ def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "trai
             settings of a run.
 
     Raises:
-        SizesError: a data set has no sizes for this tokenizer and chat template; the message names the
-            command that writes them.
-        LoaderError, DescriptionError: as :func:`~data_tools.sample_sources.read_sources`.
+        LoaderError: a data set has no sizes for this tokenizer and chat template; or as
+            :func:`~data_tools.sample_sources.read_sources`.
     """
     data_config = encoder.data_config
     drawn_sources = read_sources(data_config.path, split)
     if missing_reason := missing_sizes_advice(read_description(data_config.path), hf_dir, data_config, split):
-        raise SizesError(missing_reason)
+        raise LoaderError(missing_reason)
     sizes_name = compute_tokenization_id(hf_dir, encoder.spec, data_config)
     sample_sizes = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)
 

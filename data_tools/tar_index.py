@@ -108,7 +108,7 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
 
     Raises:
         TarIndexError: there are none, too many, or they have no common folder.
-        ObjectStoreError: as :func:`~megatron_vl.data.source.location.resolve_location`.
+        LoaderError: as :func:`~megatron_vl.data.source.location.resolve_location`.
     """
     paths: list[str] = []
     for given in inputs:

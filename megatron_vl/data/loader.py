@@ -27,8 +27,9 @@ from megatron_vl.data.planned_rows import PlanningContext
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.row_loader import PIXEL_FIELDS, PROCESSOR_PREFIX, STATE_VERSION, RowLoader
 from megatron_vl.data.source.blend import BlendSource
-from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, read_description
+from megatron_vl.data.source.dataset_description import SplitFacts, read_description
 from megatron_vl.data.source.energon_datasets import SplitShards, load_datasets, open_sample_reader
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.spec.families import ModelSpec
@@ -62,9 +63,8 @@ def build_loader(
         epochs: number of passes over the data; 0: the rows never end.
 
     Raises:
-        LoaderError: the folder is not a data set, or the split or a drawn source of it is empty.
-        SizesError: a data set has no sizes for this tokenizer and chat template.
-        DescriptionError: the data set's description could run code or leads out of its folder.
+        LoaderError: the folder is not a data set; the split or a drawn source of it is empty, or has no sizes
+            for this tokenizer and chat template; or its description could run code or leads elsewhere.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
     split_facts = split_facts or read_description(data_config.path).split_facts("train")

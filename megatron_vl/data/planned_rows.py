@@ -28,8 +28,9 @@ from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedSample
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.row_encoder import RowEncoder, cook_sample
 from megatron_vl.data.source.blend import BlendSource
-from megatron_vl.data.source.dataset_description import METADATA_DIR, LoaderError
+from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.data.source.energon_datasets import SizedSource, SplitShards, open_sample_reader
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter
 from megatron_vl.data.source.store_reading import ReadAhead, StoreSamples

@@ -46,7 +46,7 @@ from megatron_vl.data.source.bad_samples import (
     TOO_MANY_PATCHES,
     DroppedSample,
 )
-from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, is_crc32_wrong
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW

@@ -19,7 +19,7 @@ from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
 from megatron_vl.data.sample.stop_tokens import serving_notes
 from megatron_vl.data.source.blend import blend_change_lines, read_saved_sources, summarize_blend
-from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.system.json_files import check_format_version
 

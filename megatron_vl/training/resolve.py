@@ -193,8 +193,8 @@ def read_split_facts(
     """Reads the facts of each split that a run uses, about 60 bytes for each shard.
 
     Raises:
-        LoaderError: there is no data set, or one of these splits is empty.
-        DescriptionError: the data set's description could run code, or refers to files outside its folder.
+        LoaderError: there is no data set, one of these splits is empty, or its description could run code or
+            refers to files outside its folder.
     """
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 

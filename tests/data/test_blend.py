@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_vl.data.source.blend import BlendError, read_blend_sources, summarize_blend
+from megatron_vl.data.source.blend import read_blend_sources, summarize_blend
 from megatron_vl.data.source.dataset_description import read_description
+from megatron_vl.data.source.location import LoaderError
 
 from .mixtures import identity, loader, write
 
@@ -128,7 +129,7 @@ def test_source_key_without_content_id_follows_shards():
 )
 def test_blend_rejects_impossible_weights_by_name(folder, train, told):
     write(folder, train={"blend": train})
-    with pytest.raises(BlendError, match=rf"meta.yaml: .*{told}"):
+    with pytest.raises(LoaderError, match=rf"meta.yaml: .*{told}"):
         read_description(folder / "meta.yaml").split_facts("train")
 
 

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from data_tools import shards
-from data_tools.shards import IndexWriter, ShardError, WrittenShard
+from data_tools.records import ConvertError
+from data_tools.shards import IndexWriter, WrittenShard
 from megatron_vl.data.source import dataset_description
 from megatron_vl.data.source.blend import blend_change_lines, read_blend_sources, read_saved_sources
-from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
+from megatron_vl.data.source.dataset_description import LoaderError, read_description
 
 from .mixtures import identity, write
 
@@ -75,7 +76,7 @@ def test_identity_that_cannot_be_read_is_other_data(folder):
 def test_metadataset_with_a_tab_is_refused_with_its_place(folder):
     path = folder / "meta.yaml"
     path.write_text("splits:\n  train:\n\tblend: []\n")
-    with pytest.raises(DescriptionError) as error:
+    with pytest.raises(LoaderError) as error:
         read_description(path)
     assert str(error.value).startswith(f"{path}, line 3, column 1: broken YAML: ")
     assert str(error.value).endswith("; indent with spaces instead of tabs") and "\n" not in str(error.value)
@@ -111,7 +112,7 @@ def test_shard_limit_is_the_same_for_loader_and_converter(tmp_path, monkeypatch)
     monkeypatch.setattr(dataset_description, "MAX_SHARDS", 5)
     facts = read_description(empty_shards(tmp_path / "five", 5)).split_facts("train")
     assert facts.dataset_identity["samples"] == 50
-    with pytest.raises(ShardError, match=r"train-000005.tar is one more than the 5 shards .*in parts"):
+    with pytest.raises(ConvertError, match=r"train-000005.tar is one more than the 5 shards .*in parts"):
         empty_shards(tmp_path / "six", 6)
     longest = json.dumps({"shard_counts": {f"train-{10**7 - 1}.tar": 10**6}}, indent=2).splitlines()[2]
     assert len(longest) < 39 and dataset_description.MAX_DESCRIPTION_BYTES >= 48 * 4_000_000
@@ -137,8 +138,8 @@ def test_shard_names_must_stay_inside_the_folder(tmp_path):
     (data / "part" / "far.tar").symlink_to(tmp_path / "outside" / "b.tar")
     (data / "away").symlink_to(tmp_path / "outside")
     for name in ("part/far.tar", "away/b.tar", "part/../../outside/b.tar", "part/..", "", "/"):
-        with pytest.raises(DescriptionError, match="is not inside"):
+        with pytest.raises(LoaderError, match="is not inside"):
             named(name)
     split.write_text("split_parts: {train: [train-000000.tar]}\nexclude: ['{0..99999999}']\n")
-    with pytest.raises(DescriptionError, match="more than"):
+    with pytest.raises(LoaderError, match="more than"):
         read_description(data)

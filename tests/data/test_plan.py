@@ -17,7 +17,7 @@ from megatron_vl.data.packing.batch_planner import (
     count_finished_draws,
 )
 from megatron_vl.data.packing.plan_rows import assign_rows_to_ranks, plan_rows, rank_of_rows
-from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
 from megatron_vl.data.state_json import LoaderStateError
 

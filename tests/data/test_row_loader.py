@@ -32,10 +32,10 @@ from megatron_vl.data.planned_rows import PlannedRankRows
 from megatron_vl.data.row_encoder import cook_sample
 from megatron_vl.data.sample.tokenizer import compute_tokenizer_digest
 from megatron_vl.data.source import sample_order
-from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError, read_description
+from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, read_description
 from megatron_vl.data.source.energon_datasets import open_sample_reader
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_sizes import (
-    SizesError,
     compute_tokenization_id,
     find_datasets_without_sizes,
     open_stored_sizes,
@@ -414,7 +414,7 @@ def test_missing_sizes_are_found(dataset, tmp_path):
     assert lacking(dataset) == []
     # Another family has another chat template or other placeholders, and another rule other text.
     assert lacking(dataset, family="qwen3_5") == [dataset]
-    with pytest.raises(SizesError, match="cannot be read .*; write it with `megatron-vl data index`"):
+    with pytest.raises(LoaderError, match="cannot be read .*; write it with `megatron-vl data index`"):
         build_loader(data_config(dataset), read_spec(hf("qwen3_5")), hf("qwen3_5"))
 
     # Only what a split reads matters, each set once.
@@ -433,7 +433,7 @@ def test_damaged_sizes_are_refused(dataset, tmp_path, name, held):
     shutil.copytree(dataset / METADATA_DIR / SIZES_DIR, tmp_path / SIZES_DIR)
     text = compute_tokenization_id(hf(), read_spec(hf()), data_config(dataset))
     (tmp_path / SIZES_DIR / text / name).write_bytes(held)
-    with pytest.raises(SizesError, match="cannot be read"):
+    with pytest.raises(LoaderError, match="cannot be read"):
         open_stored_sizes(tmp_path, text)
 
 
@@ -445,7 +445,7 @@ def test_sizes_of_other_content_are_refused(dataset, tmp_path):
     name = compute_tokenization_id(hf(), read_spec(hf()), data_config(folder))
     path = folder / METADATA_DIR / SIZES_DIR / name / "shards.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"content": "another"}))
-    with pytest.raises(SizesError, match=f"{name} is of the content 'another', and the run reads '"):
+    with pytest.raises(LoaderError, match=f"{name} is of the content 'another', and the run reads '"):
         build_loader(data_config(folder), read_spec(hf()), hf(), split_facts=facts)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.formats import RecordError, read_conversation
-from data_tools.input_files import InputError, InputFile, parse_columns
+from data_tools.input_files import InputFile, parse_columns
 from data_tools.media import MediaRoots, is_embedded, read_media
-from data_tools.records import ReadError, read_records
+from data_tools.records import ConvertError, read_records
 from tests.data.media import encoded
 
 
@@ -44,7 +44,7 @@ def test_csv_rows_are_records_with_quotes_newlines_and_missing_fields(tmp_path: 
 def test_csv_that_is_broken_is_refused(tmp_path: Path, text: str, message: str):
     table = tmp_path / "q.csv"
     table.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ReadError, match=message):
+    with pytest.raises(ConvertError, match=message):
         list(read_records(table))
 
 
@@ -55,7 +55,7 @@ def test_columns_name_question_answer_and_image(tmp_path: Path):
         "pic": "images",
     }
     for wrong in ("q=user", "q=foo,a=assistant", "q=user,p=user,a=assistant", "q"):
-        with pytest.raises(InputError, match="--columns"):
+        with pytest.raises(ConvertError, match="--columns"):
             parse_columns(wrong)
 
     table = tmp_path / "q.csv"
@@ -188,5 +188,5 @@ def test_texts_of_users_and_assistants_are_turns():
 
 def test_semicolons_between_columns_are_refused(tmp_path: Path):
     (tmp_path / "a.csv").write_text("question;answer\na;b\n")
-    with pytest.raises(ReadError, match="has semicolons and no comma; write the file with commas"):
+    with pytest.raises(ConvertError, match="has semicolons and no comma; write the file with commas"):
         list(read_records(tmp_path / "a.csv"))

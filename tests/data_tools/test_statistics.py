@@ -17,7 +17,7 @@ from data_tools.sample_sources import open_encoder
 from data_tools.statistics import DatasetStatistics, count_statistics, describe_values
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
-from megatron_vl.data.source.sample_sizes import SizesError
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
 from tests.tiny import tiny_checkpoint
@@ -124,7 +124,7 @@ def test_limits_are_those_of_the_run(out):
     assert found.sources[0].left_out == left_out
     assert found.num_usable == found.num_samples - sum(left_out.values())
     none = _statistics(out, seq_len=int(tokens.min()) - 1, too_long="drop")
-    with pytest.raises(SizesError, match=r"no sample of .* can be used \(31 longer than seq_len\)"):
+    with pytest.raises(LoaderError, match=r"no sample of .* can be used \(31 longer than seq_len\)"):
         none.pass_facts(1)
 
 

@@ -20,7 +20,7 @@ from megatron_vl.data.packing.plan_rows import (
     assign_rows_to_ranks,
     plan_rows,
 )
-from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state_json import LoaderStateError
 
@@ -191,8 +191,8 @@ class BatchPlanner:
                 patches_text = f" or data.max_patches {self.max_patches}" if self.max_patches else ""
                 raise LoaderError(
                     f"{consecutive_unusable} samples in a row cannot be used: they have no tokens, or more"
-                    f" than data.seq_len {self.seq_len}{patches_text}. Raise these, or lower data.max_pixels if"
-                    " images fill rows; `megatron-vl data show` says how large samples are"
+                    f" than data.seq_len {self.seq_len}{patches_text}. Raise these, or lower data.max_pixels"
+                    " if images fill rows; `megatron-vl data show` says how large samples are"
                 )
             if not is_usable.all():
                 samples[3:, ~is_usable] = 0

@@ -16,16 +16,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.system.errors import UserError
+from megatron_vl.data.source.location import LoaderError
 
 NAME_FIELD = "source"
 """The entry of ``subflavors`` that names a source."""
 AMOUNT_BY_KIND = {"blend": "weight", "blend_epochized": "repetitions"}
 """What a part of a mixture of each kind has."""
-
-
-class BlendError(UserError, ValueError):
-    """A blend that cannot be read. The message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def read_blend_sources(
         description_path: path of the description, for messages.
 
     Raises:
-        BlendError: weights are negative or all 0, or a mixture has weights and repetitions.
+        LoaderError: weights are negative or all 0, or a mixture has weights and repetitions.
     """
     prefix = f"{description_path}: " if description_path else ""
     mixture = dataset_identity.get("mixture", {"data": dataset_identity})
@@ -96,7 +92,9 @@ def read_blend_sources(
         amounts = [repetitions * count for repetitions, count in zip(given_amounts, counts, strict=True)]
     total = math.fsum(amounts)
     if len(parts) > 1 and not total:
-        raise BlendError(f"{prefix}nothing is drawn from any part of the blend: give a part a weight above 0")
+        raise LoaderError(
+            f"{prefix}nothing is drawn from any part of the blend: give a part a weight above 0"
+        )
 
     texts = {"weight": "weight {:g}", "repetitions": "{:g} epochs", "": ""}
     names, keys = _unique_names(parts, dataset_name), _source_keys([part["data"] for part in parts])
@@ -119,13 +117,13 @@ def _given_amount(part: dict[str, Any], kind: str, field: str, prefix: str) -> f
     name = part.get("name", "a part")
     other_field = "repetitions" if field == "weight" else "weight"
     if other_field in part:
-        raise BlendError(
+        raise LoaderError(
             f"{prefix}{name} of the {kind} has {other_field}; give its {field}: weights and repetitions"
             " cannot be mixed"
         )
     amount: float = part.get(field, 1)
     if type(amount) not in (int, float) or not 0 <= amount < math.inf:
-        raise BlendError(f"{prefix}the {field} of {name} is {amount!r}; give 0 or more")
+        raise LoaderError(f"{prefix}the {field} of {name} is {amount!r}; give 0 or more")
     return amount
 
 
@@ -219,5 +217,5 @@ def read_saved_sources(saved_identity: Any) -> tuple[BlendSource, ...]:
     """The sources of a saved identity; none if it cannot be read."""
     try:
         return read_blend_sources(saved_identity, "the former data set")
-    except (BlendError, KeyError, TypeError, ValueError, AttributeError):
+    except (LoaderError, KeyError, TypeError, ValueError, AttributeError):
         return ()

@@ -27,6 +27,7 @@ from megatron_vl.config.run_file import yaml_error_message
 from megatron_vl.data.source.blend import AMOUNT_BY_KIND, NAME_FIELD, read_blend_sources
 from megatron_vl.data.source.location import (
     DataPath,
+    LoaderError,
     Location,
     location_is_file,
     location_size_bytes,
@@ -35,7 +36,6 @@ from megatron_vl.data.source.location import (
     resolve_location,
 )
 from megatron_vl.data.source.tar_list import TARS_FILE, TarList, read_tar_list
-from megatron_vl.system.errors import UserError
 
 METADATA_DIR = ".nv-meta"
 SIZES_DIR = "sizes"
@@ -56,14 +56,6 @@ PART_KEYS = {"path", "weight", "repetitions", "split_part", "subflavors"}
 auxiliary data) change the samples, name code or lead elsewhere."""
 MAX_ID_BYTES = 100
 """Largest size of an id in bytes."""
-
-
-class DescriptionError(UserError, ValueError):
-    """A description that is refused. The message names the file and what is wrong with it."""
-
-
-class LoaderError(UserError, ValueError):
-    """A data set or a setting that cannot be loaded. The message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +156,8 @@ class MetadatasetDescription:
         """The facts of a split.
 
         Raises:
-            LoaderError: there is no such split, or it is empty in one of the parts.
-            BlendError: its weights or repetitions make no blend.
+            LoaderError: there is no such split, it is empty in one of the parts, or its weights or
+                repetitions make no blend.
         """
         dataset_identity = self.split_identity(split_name)
         # This refuses impossible weights.
@@ -195,8 +187,7 @@ def read_description(data_path: DataPath | Location) -> Description:
     """Reads the description of a data set, or of a metadataset or list and all data sets that it names.
 
     Raises:
-        LoaderError: ``data_path`` is not such a data set.
-        DescriptionError: a description does more than list shards.
+        LoaderError: ``data_path`` is not such a data set, or a description does more than list shards.
     """
     if isinstance(data_path, list):
         datasets = {part["path"]: read_dataset(resolve_location(part["path"])) for part in data_path}
@@ -253,7 +244,7 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
     unknown_fields = dataset_fields.keys() - PLAIN_DATASET_FIELDS.keys() - {"subflavors"}
     is_plain = all(dataset_fields.get(key) == value for key, value in PLAIN_DATASET_FIELDS.items())
     if unknown_fields or not is_plain or _names_code(dataset_fields.get("subflavors")):
-        raise DescriptionError(
+        raise LoaderError(
             f"{metadata_dir / 'dataset.yaml'} is not the description of a plain CrudeWebdataset (__module__"
             " megatron.energon, __class__ CrudeWebdataset, at most subflavors): it could run code. Convert"
             " the data with `megatron-vl data convert`"
@@ -263,7 +254,7 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
     samples_by_shard = _read_description_file(metadata_dir / ".info.json").get("shard_counts")
     samples_by_shard = samples_by_shard if isinstance(samples_by_shard, dict) else {}
     if not all(type(count) is int and count >= 0 for count in samples_by_shard.values()):
-        raise DescriptionError(
+        raise LoaderError(
             f"{metadata_dir / '.info.json'}: shard_counts is not a number of samples for each shard"
         )
     if checks_shards:
@@ -279,7 +270,7 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
         for split_name, shard_names in shards_by_split.items()
     }
     if uncounted := set().union(*kept_shards.values()) - samples_by_shard.keys():
-        raise DescriptionError(
+        raise LoaderError(
             f"{metadata_dir / '.info.json'} does not count the samples of {min(uncounted)}; convert the data"
             " again"
         )
@@ -297,9 +288,7 @@ def _check_tars(dataset_path: Location, tar_list: TarList, shard_names: set[str]
     # Their folder may hold links to tars elsewhere, so only the names are checked.
     _check_shard_names(dataset_path / METADATA_DIR / TARS_FILE, shard_names)
     if unknown_names := shard_names - tar_list.samples_by_tar.keys():
-        raise DescriptionError(
-            f"{dataset_path / METADATA_DIR / TARS_FILE} does not list {min(unknown_names)}"
-        )
+        raise LoaderError(f"{dataset_path / METADATA_DIR / TARS_FILE} does not list {min(unknown_names)}")
     if changed := tar_list.changed_tars():
         names = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
         raise LoaderError(
@@ -315,7 +304,7 @@ def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]
     patterns_by_split = split_fields.get("split_parts")
     has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
     if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
-        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
+        raise LoaderError(f"{split_file}: expected only split_parts and exclude")
 
     shards_by_split = {
         split_name: expand_shard_names(split_file, patterns)
@@ -333,9 +322,9 @@ def _read_content_id(id_path: Location) -> str:
 def _read_description_file(file_path: Location) -> dict[str, Any]:
     """A YAML or JSON object as Energon reads it. Tags, aliases and huge files are refused."""
     if not location_is_file(file_path):
-        raise DescriptionError(f"{file_path} is missing; convert the data with `megatron-vl data convert`")
+        raise LoaderError(f"{file_path} is missing; convert the data with `megatron-vl data convert`")
     if location_size_bytes(file_path) > MAX_DESCRIPTION_BYTES:
-        raise DescriptionError(
+        raise LoaderError(
             f"{file_path} has {location_size_bytes(file_path)} bytes; {MAX_DESCRIPTION_BYTES} are allowed"
         )
     # Only the rank that reads a description imports Energon, which takes seconds.
@@ -349,15 +338,15 @@ def _read_description_file(file_path: Location) -> dict[str, Any]:
             parsed_fields = load_yaml(file_text.encode())
         else:
             parsed_fields = json.loads(file_text)
-    except DescriptionError:
+    except LoaderError:
         raise
     except yaml.MarkedYAMLError as error:
-        raise DescriptionError(yaml_error_message(file_path, file_text, error)) from error
+        raise LoaderError(yaml_error_message(file_path, file_text, error)) from error
     except Exception as error:  # parsers raise all kinds of errors on foreign bytes
-        raise DescriptionError(f"{file_path} cannot be read: {error}") from error
+        raise LoaderError(f"{file_path} cannot be read: {error}") from error
 
     if not isinstance(parsed_fields, dict):
-        raise DescriptionError(f"{file_path} does not hold a mapping")
+        raise LoaderError(f"{file_path} does not hold a mapping")
     return parsed_fields
 
 
@@ -371,12 +360,12 @@ def _check_yaml(file_path: Location, file_text: str) -> None:
     for event_number, yaml_event in enumerate(yaml_events):
         # With aliases, a few lines can expand to billions of values.
         if isinstance(yaml_event, yaml.AliasEvent) or getattr(yaml_event, "tag", None):
-            raise DescriptionError(f"{file_path} uses YAML tags or aliases")
+            raise LoaderError(f"{file_path} uses YAML tags or aliases")
         nesting_depth += isinstance(yaml_event, yaml.CollectionStartEvent)
         nesting_depth -= isinstance(yaml_event, yaml.CollectionEndEvent)
         document_count += isinstance(yaml_event, yaml.DocumentStartEvent)
         if nesting_depth > MAX_YAML_DEPTH or document_count > 1 or event_number > 2 * MAX_SHARDS + 1000:
-            raise DescriptionError(
+            raise LoaderError(
                 f"{file_path} cannot be read: it is nested deeper than {MAX_YAML_DEPTH}, holds more than one"
                 f" document, or more than {MAX_SHARDS} shards"
             )
@@ -392,7 +381,7 @@ def _names_code(field_value: Any) -> bool:
 def expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
     """The names of shards, with braces expanded."""
     if not isinstance(shard_patterns, list) or not all(isinstance(item, str) for item in shard_patterns):
-        raise DescriptionError(f"{file_path}: a split is a list of shard names")
+        raise LoaderError(f"{file_path}: a split is a list of shard names")
 
     shard_names: list[str] = []
     for shard_pattern in shard_patterns:
@@ -402,10 +391,10 @@ def expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
         # braceexpand builds each whole range before it returns the first name.
         for range_start, range_end in re.findall(r"(\d+)\.\.(\d+)", shard_pattern):
             if abs(int(range_end) - int(range_start)) > MAX_SHARDS:
-                raise DescriptionError(f"{file_path}: more than {MAX_SHARDS} shards")
+                raise LoaderError(f"{file_path}: more than {MAX_SHARDS} shards")
         shard_names += islice(braceexpand(shard_pattern), max(MAX_SHARDS + 1 - len(shard_names), 0))
     if len(shard_names) > MAX_SHARDS:
-        raise DescriptionError(f"{file_path}: more than {MAX_SHARDS} shards")
+        raise LoaderError(f"{file_path}: more than {MAX_SHARDS} shards")
     return shard_names
 
 
@@ -415,8 +404,8 @@ def _check_shard_names(dataset_dir: Location, shard_names: set[str]) -> None:
     Each folder of shards is listed once to find its links. Only links are resolved one by one.
     """
 
-    def refuse(refused_name: str) -> DescriptionError:
-        return DescriptionError(
+    def refuse(refused_name: str) -> LoaderError:
+        return LoaderError(
             f"{dataset_dir / METADATA_DIR}: shard {refused_name[:200]!r} is not inside {dataset_dir}"
         )
 
@@ -458,11 +447,11 @@ def _symlinked_names(shard_folder: Path, shard_names: list[str]) -> list[str]:
 
 def _read_metadataset(metadataset_path: Location) -> MetadatasetDescription:
     if not metadataset_path.name.endswith(".yaml"):
-        raise DescriptionError(f"{metadataset_path} is neither a data set's folder nor a metadataset (.yaml)")
+        raise LoaderError(f"{metadataset_path} is neither a data set's folder nor a metadataset (.yaml)")
     fields = _read_description_file(metadataset_path)
     splits = fields.pop("splits", None)
     if fields != METADATASET_FIELDS or not isinstance(splits, dict) or _names_code(splits):
-        raise DescriptionError(
+        raise LoaderError(
             f"{metadataset_path} must have __module__: megatron.energon, __class__: MetadatasetV2 and splits,"
             f" without {', '.join(CODE_NAMING_KEYS)} in them, and nothing else"
         )
@@ -473,7 +462,7 @@ def _read_metadataset(metadataset_path: Location) -> MetadatasetDescription:
         kind = next((kind for kind in AMOUNT_BY_KIND if isinstance(mixture, dict) and kind in mixture), "")
         parts = mixture[kind] if kind else [mixture]
         if kind and len(mixture) > 1 or not isinstance(parts, list) or not all(map(_is_part, parts)):
-            raise DescriptionError(
+            raise LoaderError(
                 f"{metadataset_path}: the split {split_name!r} is neither a data set nor a"
                 f" {' or '.join(AMOUNT_BY_KIND)} of data sets, with at most {', '.join(sorted(PART_KEYS))}"
             )

@@ -19,8 +19,8 @@ from megatron_vl.data.source.dataset_description import (
     join_content_ids,
     read_dataset,
 )
-from megatron_vl.data.source.location import resolve_location
-from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
+from megatron_vl.data.source.location import LoaderError, resolve_location
+from megatron_vl.data.source.sample_sizes import SampleSizeCounter, StoredSizes, open_stored_sizes
 from megatron_vl.data.source.store_reading import StoreReader, has_local_shards, read_tar_shards
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 
@@ -68,7 +68,7 @@ class SizedSource:
         content_id: id of the content that the run reads.
 
     Raises:
-        SizesError: the data set has no sizes, or its sizes belong to other content or other shards.
+        LoaderError: the data set has no sizes, or its sizes belong to other content or other shards.
     """
 
     def __init__(self, dataset: SplitShards, tokenization_id: str, content_id: str) -> None:
@@ -86,7 +86,7 @@ class SizedSource:
             part_of_shard += [part_index] * len(names)
             self._stored_sizes.append(part_sizes)
         if join_content_ids([sizes.content_id for sizes in self._stored_sizes]) != content_id:
-            raise SizesError(
+            raise LoaderError(
                 f"{metadata_dir / SIZES_DIR / tokenization_id} is of the content"
                 f" {self._stored_sizes[-1].content_id!r}, and the run reads {content_id!r}: let all nodes see"
                 " the same data set, or run `megatron-vl data index` again"

@@ -52,10 +52,9 @@ from megatron_vl.data.source.dataset_description import (
     DatasetDescription,
     Description,
 )
-from megatron_vl.data.source.location import Location, location_is_file, read_text_file
+from megatron_vl.data.source.location import LoaderError, Location, location_is_file, read_text_file
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW
-from megatron_vl.system.errors import UserError
 
 SHARDS_FILE = "shards.json"
 SIZES_VERSION = 3
@@ -80,10 +79,6 @@ digit."""
 type MediumFields = tuple[int, int, int, float, int]
 
 Integers = NDArray[np.int64]
-
-
-class SizesError(UserError, ValueError):
-    """Stored sizes that cannot be used. The message says why."""
 
 
 def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: DataConfig) -> str:
@@ -226,11 +221,11 @@ class StoredSizes:
             named_shards: name and number of samples of each shard.
 
         Raises:
-            SizesError: the sizes belong to other shards.
+            LoaderError: the sizes belong to other shards.
         """
         for name, count in named_shards:
             if self.shard_ranges.get(name, (0, -1))[1] != count:
-                raise SizesError(f"the sizes are of another data set: they do not hold {count} of {name}")
+                raise LoaderError(f"the sizes are of another data set: they do not hold {count} of {name}")
         return np.array([self.shard_ranges[name][0] for name, _ in named_shards], np.int64)
 
     def media_ranges(self, sample_numbers: Integers) -> tuple[Integers, Integers]:
@@ -267,7 +262,7 @@ def open_stored_sizes(
         excluded_names: what its ``split.yaml`` excludes. Of a converted data set, the sizes are 0 already.
 
     Raises:
-        SizesError: they are missing or damaged.
+        LoaderError: they are missing or damaged.
     """
     sizes_dir = metadata_dir / SIZES_DIR / tokenization_id
     try:
@@ -300,12 +295,12 @@ def open_stored_sizes(
             and (exchange_ends is None or len(exchanges) == int(exchange_ends[-1]))
         )
     except UNREADABLE_ERRORS as error:
-        raise SizesError(
+        raise LoaderError(
             f"{sizes_dir} cannot be read ({error}); write it with `megatron-vl data index`, where every node"
             " can read it"
         ) from error
     if not is_consistent or sample_total != len(sample_records):
-        raise SizesError(
+        raise LoaderError(
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
