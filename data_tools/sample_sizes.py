@@ -37,7 +37,6 @@ from megatron_vl.data.source.dataset_description import (
     DatasetDescription,
     read_description,
 )
-from megatron_vl.data.source.location import location_is_file
 from megatron_vl.data.source.sample_sizes import (
     COORDINATE,
     EXCHANGE_DTYPE,
@@ -50,7 +49,6 @@ from megatron_vl.data.source.sample_sizes import (
     has_stored_sizes,
     list_all_datasets,
 )
-from megatron_vl.data.source.tar_list import TARS_FILE
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import UserError, is_machine_fault
@@ -215,9 +213,7 @@ def _measure_shards(
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
             sizes = zip(tasks, run_tasks(_measure_shard, len(tasks), num_workers), strict=True)
-            facts: dict[str, Any] = {"content": dataset.content_id}
-            if not location_is_file(dataset.path / METADATA_DIR / TARS_FILE):
-                facts["excluded"] = dataset.excluded_samples
+            facts = {"content": dataset.content_id, "excluded": dataset.excluded_samples}
             write_sizes(partial_dir, sizes, lambda: facts, show_progress)
     finally:
         for split_reader in _split_readers.values():
@@ -311,7 +307,7 @@ def _measure_shard(task_number: int) -> ShardSizes:
     task = _current_tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
-        split_reader = _split_readers[task.source.split] = SampleReader(task.source, measures=True)
+        split_reader = _split_readers[task.source.split] = SampleReader(task.source)
     return measure_samples(task.encoder, (_read_sample(split_reader, index) for index in task.sample_indices))
 
 

@@ -22,7 +22,7 @@ from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, read_description
 from megatron_vl.data.source.energon_datasets import SplitShards, open_sample_reader
 from megatron_vl.data.source.location import DataPath, LoaderError, Location
-from megatron_vl.data.source.pair_reader import TarShard, key_hash, shard_place
+from megatron_vl.data.source.pair_reader import key_hash, shard_place
 from megatron_vl.data.source.store_reading import StoreShards, read_tar_shards
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system.errors import UserError
@@ -160,16 +160,10 @@ def original_media_names(dataset_dir: Location, sample_key: str) -> list[str]:
 
 
 class SampleReader:
-    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised.
+    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised."""
 
-    Args:
-        measures: whether sizes are written: those of tars have excluded samples too.
-    """
-
-    def __init__(self, sample_source: SampleSource, *, measures: bool = False) -> None:
+    def __init__(self, sample_source: SampleSource) -> None:
         dataset = SplitShards(sample_source.dataset, sample_source.split)
-        if measures and isinstance(dataset.shards[0], TarShard):
-            dataset.excluded_names.clear()
         self.member_names: list[str] = []
         stored_shards = StoreShards(dataset, block_size=1)
         take = lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]  # noqa: E731

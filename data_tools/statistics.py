@@ -39,8 +39,6 @@ from .sample_sources import SampleSource, read_sources
 
 MAX_PACKED_SAMPLES = 10_000
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
-PASS_COUNTS = (1, 2, 3)
-"""Numbers of passes whose steps are shown."""
 SAMPLE_QUANTITIES = ("tokens", "patches", "images", "videos")
 """What is known of each sample."""
 NOT_ENCODED = "excluded, or not encoded"
@@ -153,7 +151,7 @@ class DatasetStatistics:
         return {"fill": tokens / self.data_config.seq_len, "samples": samples, "patches": patches}
 
     def pass_facts(self, global_batch_size: int) -> dict[str, Any]:
-        """The number of rows of one pass, and of steps of :data:`PASS_COUNTS` passes.
+        """The number of rows of one pass.
 
         A pass draws as many samples as the data set has, by the sources' shares. Its rows are its tokens
         divided by those of a packed row.
@@ -168,8 +166,7 @@ class DatasetStatistics:
             units_per_sample += each.source.share * units / len(each.source)
 
         rows = math.ceil(self.num_samples * units_per_sample / units_per_row - 1e-6)
-        steps = {str(passes): math.ceil(passes * rows / global_batch_size) for passes in PASS_COUNTS}
-        return {"rows": rows, "global_batch_size": global_batch_size, "steps": steps}
+        return {"rows": rows, "global_batch_size": global_batch_size}
 
 
 def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "train") -> DatasetStatistics:
@@ -197,9 +194,7 @@ def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "trai
 def _source_sizes(
     source: SampleSource, sizes_name: str, sample_sizes: SampleSizeCounter, data_config: DataConfig
 ) -> SourceSizes:
-    stored_sizes = open_stored_sizes(
-        source.dataset.path / METADATA_DIR, sizes_name, source.dataset.excluded_names
-    )
+    stored_sizes = open_stored_sizes(source.dataset.path / METADATA_DIR, sizes_name)
     shard_bounds = list(pairwise(source.shard_starts))
     shard_sizes = [end - start for start, end in shard_bounds]
     begins = stored_sizes.first_sample_numbers(list(zip(source.shard_names, shard_sizes, strict=True)))
@@ -303,7 +298,7 @@ def describe_values(
 
 
 def describe_pass(pass_facts: dict[str, Any]) -> str:
-    """``one pass over the data is about 120 rows, 15 steps at global_batch_size 8 (2 passes: 30, 3: 45)``.
+    """``one pass over the data is about 120 rows, 15 steps at global_batch_size 8``.
 
     Args:
         pass_facts: the result of :meth:`DatasetStatistics.pass_facts`.
@@ -313,8 +308,5 @@ def describe_pass(pass_facts: dict[str, Any]) -> str:
     if 0 < rows < step_rows:
         return f"{rows_text}; a step of {step_rows} rows reads the data about {step_rows / rows:.1f} times"
 
-    steps_once, steps_twice, steps_thrice = pass_facts["steps"].values()
-    return (
-        f"{rows_text}, {pluralize(f'{steps_once:,}', 'step')} at global_batch_size {step_rows}"
-        f" (2 passes: {steps_twice:,}, 3: {steps_thrice:,})"
-    )
+    steps = math.ceil(rows / step_rows)
+    return f"{rows_text}, {pluralize(f'{steps:,}', 'step')} at global_batch_size {step_rows}"

@@ -185,7 +185,6 @@ class RowLoader:
             # Damage is found here, and not by the processes that plan.
             self._planning_context.make_planner()
             self._start_row = int(saved_state["rows"])
-            self._change_lines += self._parallelism_changes(saved_state)
             if self._identity["too_long"] == "cut" and "too_long" not in saved_state["identity"]:
                 self._change_lines.append(
                     "conversations longer than a row are cut at whole exchanges from here on; version 0.2.0"
@@ -245,23 +244,6 @@ class RowLoader:
         if change_lines := blend_change_lines(old_sources, new_sources, drawn_keys):
             self._change_lines.append("the blend has changed; from here on:")
             self._change_lines += [f"  {line}" for line in change_lines]
-
-    def _parallelism_changes(self, saved_state: dict[str, Any]) -> list[str]:
-        """What differs from the run that saved."""
-        change_lines = []
-        worker_count, rows_per_step = self._data_config.num_workers, self._planning_context.rows_per_step
-        if (saved_state["ranks"], saved_state["num_workers"]) != (self._dp_size, worker_count):
-            change_lines.append(
-                f"the data continue on {self._dp_size} data-parallel ranks x {worker_count} workers, after"
-                f" {saved_state['ranks']} x {saved_state['num_workers']}: every step takes the same samples"
-                " as before"
-            )
-        if saved_state["rows_per_step"] != rows_per_step:
-            change_lines.append(
-                f"each step takes {rows_per_step} rows, after {saved_state['rows_per_step']}: samples keep"
-                " their order, and none is repeated or left out"
-            )
-        return change_lines
 
     def close(self) -> None:
         """Ends the worker processes. The loader cannot be used afterwards."""

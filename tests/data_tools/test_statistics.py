@@ -176,7 +176,6 @@ def test_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
     assert _statistics(out, pack=False).pass_facts(4) == {
         "rows": 30,
         "global_batch_size": 4,
-        "steps": {"1": 8, "2": 15, "3": 23},  # 30 / 4, 60 / 4 and 90 / 4, the last one begun
     }
     found = _statistics(out)
     tokens = found.sources[0].sizes["tokens"][found.sources[0].usable_mask].sum()

@@ -260,6 +260,11 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
     if checks_shards:
         shard_names = samples_by_shard.keys() | set().union(*shards_by_split.values())
         if tar_list := read_tar_list(metadata_dir):
+            if pairs := set(excluded_names) - shard_names:
+                raise LoaderError(
+                    f"{metadata_dir / 'split.yaml'} excludes {min(pairs)}; of tars that are read where they"
+                    " lie, only whole ones can be left out"
+                )
             _check_tars(dataset_path, tar_list, shard_names)
         else:
             _check_shard_names(dataset_path, shard_names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,11 @@ class SplitShards:
         self.description, self.split_name = description, split_name
         self.path = EPath(description.path)
         self.excluded_names = set(description.excluded_names)
-        tars = read_tar_shards(description.path)
+        tars = {}
+        for part in description.parts or (description,):
+            prefix = f"{part.path.name}/" if description.parts else ""
+            for name, tar in read_tar_shards(part.path).items():
+                tars[prefix + name] = replace(tar, name=prefix + name)
         self.shards: list[Any] = [
             tars.get(name)
             or ShardInfo(name=name, path=self.path / name, count=description.samples_by_shard[name])
@@ -78,7 +83,7 @@ class SizedSource:
         first_numbers = []
         for part_index, part in enumerate(dataset.description.parts or (dataset.description,)):
             metadata_dir = part.path / METADATA_DIR
-            part_sizes = open_stored_sizes(metadata_dir, tokenization_id, part.excluded_names)
+            part_sizes = open_stored_sizes(metadata_dir, tokenization_id)
             names = part.shards_by_split.get(dataset.split_name, [])
             first_numbers.append(
                 part_sizes.first_sample_numbers([(name, part.samples_by_shard[name]) for name in names])

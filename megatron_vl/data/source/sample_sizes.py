@@ -16,9 +16,8 @@ reads them.
   :data:`EXCHANGE_DTYPE`, 8 bytes for each of them, and their number up to each sample, 8 bytes. They say
   where a conversation can be cut.
 * ``shards.json``: the id of the data set's content; the samples that its description excludes, which have no
-  tokens here (of tars they have, and are left out when these files are opened); and of each shard, in the
-  order of the other files, its samples, the assistant's turns in them, and those that cannot be used by
-  reason.
+  tokens here; and of each shard, in the order of the other files, its samples, the assistant's turns in them,
+  and those that cannot be used by reason.
 
 10^8 samples with one image each take 3.3 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
@@ -30,8 +29,8 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +202,6 @@ class StoredSizes:
     """:data:`EXCHANGE_DTYPE` of the exchanges of all conversations that have several; None: none has."""
     exchange_ends: Any = None
     """uint64 [samples]: number of exchanges of all samples up to this one."""
-    excluded: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [n], ascending: samples of tars in ``sample_records`` that the description excludes."""
 
     def own_limits(self, medium_numbers: Integers) -> list[bytes]:
         """The own limits of media as JSON; empty for a medium that has none."""
@@ -253,13 +250,8 @@ UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, E
 """What damaged files of sizes raise."""
 
 
-def open_stored_sizes(
-    metadata_dir: Location, tokenization_id: str, excluded_names: Collection[str] = ()
-) -> StoredSizes:
+def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
     """Opens the sizes of a data set. Those in an object store are copied into memory.
-
-    Args:
-        excluded_names: what its ``split.yaml`` excludes. Of a converted data set, the sizes are 0 already.
 
     Raises:
         LoaderError: they are missing or damaged.
@@ -304,24 +296,8 @@ def open_stored_sizes(
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    excluded = np.sort(np.fromiter(_excluded_pairs(metadata_dir, excluded_names, shard_ranges), np.int64))
     facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
-    return StoredSizes(*facts, *[*optional_arrays, excluded])
-
-
-def _excluded_pairs(
-    metadata_dir: Location, excluded_names: Collection[str], shard_ranges: dict[str, tuple[int, int]]
-) -> Iterator[int]:
-    """The numbers of the pairs in tars that are excluded one by one."""
-    if not excluded_names:
-        return
-    from megatron_vl.data.source.pair_reader import find_pair  # they import Energon
-    from megatron_vl.data.source.store_reading import read_tar_shards
-
-    tar_shards = read_tar_shards(metadata_dir.parent)
-    for name in excluded_names:
-        if tar_shards and (place := find_pair(tar_shards, name)):
-            yield shard_ranges[place[0]][0] + place[1]
+    return StoredSizes(*facts, *optional_arrays)
 
 
 def _load_array(array_path: Location) -> Any:
@@ -350,10 +326,6 @@ class SampleSizeCounter:
             sample_numbers: int64 [n], numbers in ``stored_sizes.sample_records``.
         """
         token_counts = stored_sizes.sample_records["tokens"][sample_numbers].astype(np.int64)
-        # They may be many, while samples come few at a time.
-        excluded = stored_sizes.excluded
-        firsts, ends = excluded.searchsorted(sample_numbers), excluded.searchsorted(sample_numbers, "right")
-        token_counts[firsts < ends] = 0
         media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
         media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
 
