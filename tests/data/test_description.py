@@ -126,6 +126,7 @@ def test_shard_names_must_stay_inside_the_folder(tmp_path):
 
     def named(name: str) -> Any:
         split.write_text(yaml.safe_dump({"split_parts": {"train": [name]}, "exclude": []}))
+        split.with_name(".info.json").write_text(json.dumps({"shard_counts": {name: 1}}))
         return read_description(data)
 
     (data / "part" / "a.tar").touch()
