@@ -108,9 +108,6 @@ def _without_key(json_object: dict[str, Any], dropped_key: str) -> dict[str, Any
 
 
 def _in_call_order(results: list[dict[str, Any]], call_ids: list[Any]) -> list[dict[str, Any]]:
-    if len(results) != len(call_ids):
-        detail = f"{len(call_ids)} calls have {len(results)} results; each call needs one result"
-        raise ChatError(detail, "results and calls differ")
     result_ids = [result.get("tool_call_id") for result in results]
     if any(result_id is not None for result_id in result_ids):
         # Ids of results alone connect nothing, but there must be one for each call.
@@ -118,6 +115,7 @@ def _in_call_order(results: list[dict[str, Any]], call_ids: list[Any]) -> list[d
         result_names, expected_names = list(map(str, result_ids)), list(map(str, expected_ids))
         if (
             None in result_ids
+            or len(call_ids) != len(results)
             or len(set(result_names)) != len(results)
             or set(result_names) != set(expected_names)
         ):
@@ -134,6 +132,9 @@ def _in_call_order(results: list[dict[str, Any]], call_ids: list[Any]) -> list[d
                 "results and calls differ",
             )
         results = ordered_results
+    elif len(results) != len(call_ids):
+        detail = f"{len(call_ids)} calls have {len(results)} results; each call needs one result"
+        raise ChatError(detail, "results and calls differ")
     return [_without_key(result, "tool_call_id") for result in results]
 
 
