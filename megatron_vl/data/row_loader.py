@@ -156,6 +156,7 @@ class RowLoader:
             planner_state = self._rank_rows.planner_state
         return {
             "identity": self._identity,
+            # Version 0.2.0 names what has changed at a resume, and reads no state without them.
             "num_workers": self._data_config.num_workers,
             "ranks": self._dp_size,
             "rows_per_step": self._planning_context.rows_per_step,
