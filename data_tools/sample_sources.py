@@ -25,16 +25,11 @@ from megatron_vl.data.source.location import DataPath, LoaderError, Location
 from megatron_vl.data.source.pair_reader import key_hash, shard_place
 from megatron_vl.data.source.store_reading import StoreShards, read_tar_shards
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.system.errors import UserError
 
 from .shards import MEDIA_NAMES_FILE
 
 TEXT_MEMBER = "json"
 """Part of a sample that is read; of the others only the names are."""
-
-
-class SourceError(UserError, ValueError):
-    """A sample or a source does not exist. The message says which ones do."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class SampleSource:
                     "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?", (sample_key,)
                 ).fetchall()
         except sqlite3.Error as error:
-            raise SourceError(
+            raise LoaderError(
                 f"{index_path} cannot be read ({error}); give the sample as SHARD[N]"
             ) from error
 
@@ -174,18 +169,11 @@ class SampleReader:
         self.member_names.append(member_name)
         return self.reads_media or member_name == TEXT_MEMBER
 
-    def read_sample(self, sample_index: int, *, with_media: bool) -> RawSample | None:
-        """A sample; None if the data set's description excludes it.
-
-        Args:
-            with_media: whether to read the media too; otherwise, they are named but empty.
-        """
+    def read_sample(self, sample_index: int, *, with_media: bool) -> RawSample:
+        """A sample. Without ``with_media``, its media are named but empty."""
         self.member_names.clear()
         self.reads_media = with_media
-        crude_sample = self.tolerant_reader[sample_index]
-        if crude_sample is None:
-            return None
-        sample = cook_sample(crude_sample)
+        sample = cook_sample(self.tolerant_reader[sample_index])
         if not with_media:
             sample.media_bytes |= {name: b"" for name in self.member_names if name != TEXT_MEMBER}
         return sample

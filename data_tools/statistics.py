@@ -41,8 +41,6 @@ MAX_PACKED_SAMPLES = 10_000
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 SAMPLE_QUANTITIES = ("tokens", "patches", "images", "videos")
 """What is known of each sample."""
-NOT_ENCODED = "excluded, or not encoded"
-"""Reason of samples without tokens for which the index has none."""
 
 IntegerArray = NDArray[np.int64]
 
@@ -227,7 +225,6 @@ def _source_sizes(
     left_out_masks = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
 
     reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
-    reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
     reasons += Counter({reason: int(left_out_masks[reason].sum()) for reason in (TOO_LONG, TOO_MANY_PATCHES)})
     return SourceSizes(source, sizes, assistant_turns, left_out_masks, reasons, cut_samples, lost_exchanges)
 

@@ -283,8 +283,7 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
         durable_files.open_new_file(index.out_dir / "quarantine.jsonl") as quarantine_file,
         (new_dir / SPANS_FILE).open("wb") as spans_file,
     ):
-        facts = lambda: {"content": content_hasher.hexdigest()[:32], "excluded": []}  # noqa: E731  # after the last tar
-        write_sizes(sizes_dir, sizes_by_tar(), facts, lambda _: None)
+        write_sizes(sizes_dir, sizes_by_tar(), lambda: content_hasher.hexdigest()[:32], lambda _: None)
     root = "." if index.root == index.out_dir.absolute() else index.root
     texts = {
         "index.uuid": content_hasher.hexdigest()[:32],

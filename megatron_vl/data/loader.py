@@ -163,11 +163,9 @@ def _samples_in_order(
             if index % READ_AHEAD == 0:
                 end = min(index + READ_AHEAD, source.sample_count)
                 read_ahead.expect((0, i) for i in range(index, end))
-            crude_sample = reader[index]
-            if crude_sample is not None:  # otherwise, the data set's description excludes it
-                sample = row_encoder.preencode_sample(cook_sample(crude_sample))
-                for part_index in range(len(sample.parts) or 1):
-                    yield row_encoder.sample_part(sample, part_index)
+            sample = row_encoder.preencode_sample(cook_sample(reader[index]))
+            for part_index in range(len(sample.parts) or 1):
+                yield row_encoder.sample_part(sample, part_index)
 
 
 def _make_row_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEncoder:

@@ -273,8 +273,6 @@ def read_planned_row(
     crude_samples = [readers[planned.source][planned.index] for planned in samples]
     encoded_samples = []
     for planned, crude_sample in zip(samples, crude_samples, strict=True):
-        if crude_sample is None:
-            continue  # the data set's description excludes it
         sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source))
         if planned.part < max(1, len(sample.parts)):
             sample = row_encoder.sample_part(sample, planned.part)

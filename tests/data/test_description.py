@@ -36,7 +36,7 @@ def edit_split(folder: Path) -> None:
 def exclude(folder: Path) -> None:
     meta = folder / "birds" / ".nv-meta" / "split.yaml"
     split = yaml.safe_load(meta.read_text())
-    meta.write_text(yaml.safe_dump(split | {"exclude": ["train-000000.tar/000000001"]}))
+    meta.write_text(yaml.safe_dump(split | {"exclude": ["train-000000.tar"]}))
 
 
 CHANGES: dict[str, Any] = {
@@ -141,6 +141,9 @@ def test_shard_names_must_stay_inside_the_folder(tmp_path):
     for name in ("part/far.tar", "away/b.tar", "part/../../outside/b.tar", "part/..", "", "/"):
         with pytest.raises(LoaderError, match="is not inside"):
             named(name)
+    split.write_text("split_parts: {train: [train-000000.tar]}\nexclude: [train-000000.tar/000000001]\n")
+    with pytest.raises(LoaderError, match="excludes train-000000.tar/000000001; only whole shards"):
+        read_description(data)
     split.write_text("split_parts: {train: [train-000000.tar]}\nexclude: ['{0..99999999}']\n")
     with pytest.raises(LoaderError, match="more than"):
         read_description(data)

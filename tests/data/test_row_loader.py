@@ -540,7 +540,7 @@ def test_index_by_two_processes_keeps_each_others_results(dataset, tmp_path, mon
 
 @pytest.mark.parametrize("fault", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])
 def test_index_stores_no_fault_of_the_machine(dataset, monkeypatch, fault):
-    from data_tools.sample_sizes import SizesWriteError, measure_sample
+    from data_tools.sample_sizes import LoaderError, measure_sample
 
     loader = Run(dataset, 1).loaders[0]
     encoder, sample = (
@@ -557,7 +557,7 @@ def test_index_stores_no_fault_of_the_machine(dataset, monkeypatch, fault):
     ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fails)
-            with pytest.raises(SizesWriteError, match=f"sample {sample.key}: {type(fault).__name__}"):
+            with pytest.raises(LoaderError, match=f"sample {sample.key}: {type(fault).__name__}"):
                 measure_sample(encoder, sample)
 
 

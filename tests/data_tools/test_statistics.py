@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -126,19 +125,6 @@ def test_limits_are_those_of_the_run(out):
     none = _statistics(out, seq_len=int(tokens.min()) - 1, too_long="drop")
     with pytest.raises(LoaderError, match=r"no sample of .* can be used \(31 longer than seq_len\)"):
         none.pass_facts(1)
-
-
-def test_excluded_samples_are_not_usable(texts, tmp_path):
-    """Sizes are made without it."""
-    folder = shutil.copytree(texts, tmp_path / "set")
-    shutil.rmtree(folder / ".nv-meta/sizes")
-    split = folder / ".nv-meta/split.yaml"
-    described = yaml.safe_load(split.read_text())
-    first = described["split_parts"]["train"][0]
-    split.write_text(yaml.safe_dump(described | {"exclude": [f"{first}/000000000"]}))
-    found, whole = _statistics(_indexed(folder)), _statistics(texts)
-    assert found.left_out_reasons() == whole.left_out_reasons() + Counter({module.NOT_ENCODED: 1})
-    assert found.num_usable == whole.num_usable - 1
 
 
 def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):

@@ -16,12 +16,12 @@ from torch import Tensor
 from data_tools.sample_sources import (
     SampleReader,
     SampleSource,
-    SourceError,
     list_splits,
     original_media_names,
     read_sources,
 )
 from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
@@ -98,7 +98,7 @@ def find_sample(prepared: PreparedDataset, sample_key: str) -> tuple[SampleSourc
     The key of a document's part, such as ``KEY#2``, finds the document.
 
     Raises:
-        SourceError: there is no such sample, or several sources have it.
+        LoaderError: there is no such sample, or several sources have it.
     """
     found, sample_key = {}, re.sub(r"#\d+$", "", sample_key)
     for split in list_splits(prepared.config.data.path):
@@ -108,24 +108,14 @@ def find_sample(prepared: PreparedDataset, sample_key: str) -> tuple[SampleSourc
                 found[f"{source.dataset.path}/{shard_name}[{position}]"] = source, sample_index
     if len(found) != 1:
         several = f"several: {', '.join(found)}; name one, with its --data" if found else "none"
-        raise SourceError(f"{prepared.config.data.path} has no single sample {sample_key}, but {several}")
+        raise LoaderError(f"{prepared.config.data.path} has no single sample {sample_key}, but {several}")
     return next(iter(found.values()))
 
 
 def view_sample(prepared: PreparedDataset, source: SampleSource, sample_index: int) -> SampleView:
-    """Reads and decodes a sample.
-
-    Raises:
-        SourceError: the description of the data set excludes it.
-    """
+    """Reads and decodes a sample."""
     with closing(SampleReader(source)) as sample_reader:
         raw_sample = sample_reader.read_sample(sample_index, with_media=True)
-    if raw_sample is None:
-        shard_name, position = source.shard_position(sample_index)
-        raise SourceError(
-            f"sample {position} of {shard_name} is excluded by {source.dataset.path}'s split.yaml"
-        )
-
     encoder, spec = prepared.row_encoder, prepared.spec
     encoded = encoder.preencode_sample(raw_sample)
     view = SampleView(raw_sample.key, raw_sample.shard_name, encoded.source, encoded.refused)

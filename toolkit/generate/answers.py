@@ -194,8 +194,6 @@ def _encoded_samples(
         with closing(SampleReader(source)) as reader:
             for index in range(len(source)):
                 raw_sample = reader.read_sample(index, with_media=True)
-                if raw_sample is None:  # split.yaml excludes it
-                    continue
                 encoded = row_encoder.preencode_sample(raw_sample)
                 if encoded.is_document:
                     left_out["a document has no question"] += 1

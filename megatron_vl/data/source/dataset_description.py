@@ -79,7 +79,7 @@ class DatasetDescription:
     shards_by_split: dict[str, list[str]]
     """Names of shards by split, with braces expanded, without excluded shards."""
     excluded_names: list[str]
-    """Shards and samples (``shard/key``) that are left out."""
+    """Shards that are left out."""
     samples_by_shard: dict[str, int]
     """Number of samples of each shard."""
     content_id: str
@@ -87,10 +87,6 @@ class DatasetDescription:
     without one."""
     parts: tuple[DatasetDescription, ...] = ()
     """The data sets of a folder of parts, which are read as one."""
-
-    @property
-    def excluded_samples(self) -> list[str]:
-        return [name for name in self.excluded_names if name not in self.samples_by_shard]
 
     def split_identity(self, split_name: str) -> dict[str, Any]:
         """The identity by content. It does not contain the path, so that the folder can be moved."""
@@ -259,12 +255,11 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
         )
     if checks_shards:
         shard_names = samples_by_shard.keys() | set().union(*shards_by_split.values())
+        if samples := set(excluded_names) - shard_names:
+            raise LoaderError(
+                f"{metadata_dir / 'split.yaml'} excludes {min(samples)}; only whole shards can be left out"
+            )
         if tar_list := read_tar_list(metadata_dir):
-            if pairs := set(excluded_names) - shard_names:
-                raise LoaderError(
-                    f"{metadata_dir / 'split.yaml'} excludes {min(pairs)}; of tars that are read where they"
-                    " lie, only whole ones can be left out"
-                )
             _check_tars(dataset_path, tar_list, shard_names)
         else:
             _check_shard_names(dataset_path, shard_names)
@@ -304,7 +299,7 @@ def _check_tars(dataset_path: Location, tar_list: TarList, shard_names: set[str]
 
 
 def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]:
-    """The shards of each split, and the names of excluded shards and samples."""
+    """The shards of each split, and the names of excluded shards."""
     split_fields = _read_description_file(split_file)
     patterns_by_split = split_fields.get("split_parts")
     has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})

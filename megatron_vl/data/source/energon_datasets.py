@@ -36,7 +36,6 @@ class SplitShards:
     def __init__(self, description: DatasetDescription, split_name: str) -> None:
         self.description, self.split_name = description, split_name
         self.path = EPath(description.path)
-        self.excluded_names = set(description.excluded_names)
         tars = {}
         for part in description.parts or (description,):
             prefix = f"{part.path.name}/" if description.parts else ""
@@ -47,10 +46,6 @@ class SplitShards:
             or ShardInfo(name=name, path=self.path / name, count=description.samples_by_shard[name])
             for name in description.shards_by_split[split_name]
         ]
-
-    def sample_filter(self, sample_name: str) -> bool:
-        """Whether a sample, named ``SHARD/KEY``, is read."""
-        return sample_name not in self.excluded_names
 
 
 def load_datasets(split_facts: SplitFacts) -> tuple[tuple[BlendSource, ...], list[SplitShards]]:
@@ -142,5 +137,5 @@ def open_sample_reader(
     """
     if not has_local_shards(dataset):
         return TolerantReader(StoreReader(dataset, take))
-    options = {"sample_filter": dataset.sample_filter, "itar_cache_size": MAX_OPEN_SHARDS}
-    return TolerantReader(ShardReader(dataset.path, dataset.shards, part_filter, **options))
+    reader = ShardReader(dataset.path, dataset.shards, part_filter, itar_cache_size=MAX_OPEN_SHARDS)
+    return TolerantReader(reader)

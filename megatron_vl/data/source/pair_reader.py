@@ -252,8 +252,6 @@ class PairReader(ShardInfosITarReader):
             # The first key's: what cannot be used lies between two pairs.
             members = list(next(groupby(found, lambda member: member.key), ("", ()))[1])
             key = members[0].key if members else ""
-            if self.sample_filter is not None and not self.sample_filter(f"{shard.name}/{key}"):
-                return None
             sample = {"__key__": f"{shard.name}[{number}]", "__shard__": shard.name}
             try:
                 origin = {"file": shard.name, "record": key}

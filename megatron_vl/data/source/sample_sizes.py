@@ -119,11 +119,8 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
         measured_shards = {name: facts["samples"] for name, facts in json_fields["shards"].items()}
         present_shards = set().union(*dataset_description.shards_by_split.values())
         samples_by_shard = dataset_description.samples_by_shard
-        excluded = dataset_description.excluded_samples
-        return (
-            json_fields["content"] == dataset_description.content_id
-            and json_fields.get("excluded", excluded) == excluded
-            and all(measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards)
+        return json_fields["content"] == dataset_description.content_id and all(
+            measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -385,7 +385,7 @@ class StoreReader(PairReader):
     """
 
     def __init__(self, dataset: Any, take: Callable[[int], bytes]) -> None:
-        super().__init__(dataset.path, dataset.shards, sample_filter=dataset.sample_filter)
+        super().__init__(dataset.path, dataset.shards)
         self._take, self._content = take, b""
 
     def __getitem__(self, index: int) -> Any:
