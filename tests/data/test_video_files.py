@@ -148,7 +148,7 @@ def _count_decoded(monkeypatch) -> list[int]:
     decoded: list[int] = []
     real = video_decoding._seek_frames
 
-    def counted(container, table, frames, deadline):
+    def counted(container, table, frames):
         decode = container.decode
 
         class Counting:
@@ -159,7 +159,7 @@ def _count_decoded(monkeypatch) -> list[int]:
                     decoded.append(frame.pts)
                     yield frame
 
-        return real(Counting(), table, frames, deadline)
+        return real(Counting(), table, frames)
 
     monkeypatch.setattr(video_decoding, "_seek_frames", counted)
     return decoded
