@@ -1,15 +1,9 @@
-"""What a data set holds, counted over all samples from their sizes in the index.
-
-The samples themselves are not read. The number of rows that they fill is the one figure that is not a sum:
-the loader's own planner makes rows of them, one after the other. Of a large data set, it takes
-:data:`MAX_PACKED_SAMPLES` samples.
-"""
+"""What a data set holds, counted over all samples from their sizes in the index. They are not read."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,12 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.packing.batch_planner import BatchPlanner
 from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
 from megatron_vl.data.source.location import LoaderError
-from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.source.sample_sizes import (
     COORDINATE,
     SampleSizeCounter,
@@ -37,7 +29,6 @@ from megatron_vl.system.plurals import pluralize
 
 from .sample_sources import SampleSource, read_sources
 
-MAX_PACKED_SAMPLES = 10_000
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 SAMPLE_QUANTITIES = ("tokens", "patches", "images", "videos")
 """What is known of each sample."""
@@ -82,7 +73,7 @@ class SourceSizes:
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """The sizes of all samples of a split, and rows made of them."""
+    """The sizes of all samples of a split."""
 
     data_config: DataConfig
     sources: list[SourceSizes]
@@ -135,35 +126,25 @@ class DatasetStatistics:
         weights = np.repeat(sample_weights, list(map(len, values)))
         return np.concatenate(values), weights / weights.sum()
 
-    @cached_property
-    def row_quantities(self) -> dict[str, NDArray[np.float64]]:
-        """Share of tokens that are not padding, number of samples and of patches of packed rows: float64
-        [rows].
+    def pass_facts(self, global_batch_size: int) -> dict[str, Any]:
+        """The number of rows of one pass.
+
+        A pass draws as many samples as the data set has, by the sources' shares. Packed rows are nearly full,
+        so their number is that of its tokens, or patches, divided by those of a row.
 
         Raises:
             LoaderError: no sample can be used.
         """
         self.check_usable()
-        rows = [np.array(row).sum(0) for row in _plan_rows(self.sources, self.data_config)]
-        tokens, patches, samples = np.array(rows, np.float64).T
-        return {"fill": tokens / self.data_config.seq_len, "samples": samples, "patches": patches}
-
-    def pass_facts(self, global_batch_size: int) -> dict[str, Any]:
-        """The number of rows of one pass.
-
-        A pass draws as many samples as the data set has, by the sources' shares. Its rows are its tokens
-        divided by those of a packed row.
-        """
-        # Without packing, every row holds one sample, so samples are counted instead of tokens.
-        packs = self.data_config.pack
-        units_per_row = self.row_quantities["fill"].mean() * self.data_config.seq_len if packs else 1.0
-        units_per_sample = 0.0
+        limits = {"tokens": self.data_config.seq_len, "patches": self.data_config.max_patches or math.inf}
+        rows_by_limit = dict.fromkeys(limits, 0.0)
         for each in self.sources:
+            draws = self.num_samples * each.source.share / len(each.source)
             rows_alone = each.num_usable - len(each.cut_samples) + each.num_parts
-            units = each.sizes["tokens"][each.usable_mask].sum() if packs else rows_alone
-            units_per_sample += each.source.share * units / len(each.source)
-
-        rows = math.ceil(self.num_samples * units_per_sample / units_per_row - 1e-6)
+            for name, limit in limits.items():
+                size = each.sizes[name][each.usable_mask].sum() / limit
+                rows_by_limit[name] += draws * (size if self.data_config.pack else rows_alone)
+        rows = math.ceil(max(rows_by_limit.values()) - 1e-6)
         return {"rows": rows, "global_batch_size": global_batch_size}
 
 
@@ -244,47 +225,12 @@ def _shard_quantities(
     return *tokens_and_patches, count(frames == 0), count((frames > 0) & (frames != COORDINATE))
 
 
-def _plan_rows(
-    all_sources: Sequence[SourceSizes], data_config: DataConfig
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Plans rows of samples in random order, of each source as many as training draws from it.
-
-    Yields:
-        A row: (tokens, patches, 1) of each sample.
-    """
-    sample_counts = [len(each.source) for each in all_sources]
-    shares = [each.source.share for each in all_sources]
-
-    def lookup_sizes(source: int, indices: IntegerArray) -> tuple[IntegerArray, IntegerArray]:
-        each = all_sources[source]
-        usable = each.usable_mask[indices]
-        return each.sizes["tokens"][indices] * usable, each.sizes["patches"][indices] * usable
-
-    planner = BatchPlanner(
-        SampleOrder(sample_counts, shares, seed=0, is_shuffled=True),
-        lookup_sizes,
-        1,
-        data_config.seq_len,
-        data_config.max_patches,
-        packs_samples=data_config.pack,
-        draw_limit=min(MAX_PACKED_SAMPLES, sum(sample_counts)),
-        cut_sample=lambda source, index: all_sources[source].cut_samples[index].tolist(),
-    )
-    while not planner.is_at_end:
-        [row] = planner.next_batch().rows_of_rank()
-        if used := [(sample.tokens, sample.patches, 1) for sample in row if sample.tokens]:
-            yield used
-
-
-def describe_values(
-    values: NDArray[Any], value_weights: NDArray[np.float64] | None = None
-) -> dict[str, float]:
+def describe_values(values: NDArray[Any], weight_of_value: NDArray[np.float64]) -> dict[str, float]:
     """Mean, smallest and largest value, and those that the shares :data:`QUANTILES` do not exceed.
 
     Args:
-        value_weights: weight of each value; they add up to 1. None: all are equal.
+        weight_of_value: weight of each value; they add up to 1.
     """
-    weight_of_value = np.full(len(values), 1 / len(values)) if value_weights is None else value_weights
     order = values.argsort(kind="stable")
     quantile_indices = np.searchsorted(
         weight_of_value[order].cumsum(), np.array(list(QUANTILES.values())) - 1e-9

@@ -136,43 +136,16 @@ def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     mean = (shares[0] * first.mean() + shares[1] * second.mean()) / sum(shares)
     assert describe_values(*found.sample_quantity("tokens"))["mean"] == pytest.approx(mean)
     assert found.num_samples == 31 + len(found.sources[1].source)
-    packed = [sample for row in module._plan_rows(found.sources, found.data_config) for sample in row]
-    images = sum(patches > 0 for _, patches, _ in packed)
-    # Four of five records of the first source have media, and none of the second.
-    rows = found.num_samples * mean * sum(shares) / (found.row_quantities["fill"].mean() * 512)
-    assert found.pass_facts(1)["rows"] == math.ceil(rows)
-    assert images / len(packed) == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
+    assert found.pass_facts(1)["rows"] == math.ceil(found.num_samples * mean * sum(shares) / 512)
 
 
-def test_rows_hold_each_usable_sample_once(out):
-    found = _statistics(out, max_patches=200)
-    (one,) = found.sources
-    sizes = zip(*(one.sizes[name][one.usable_mask].tolist() for name in ("tokens", "patches")), strict=True)
-    packed = [
-        tuple(sample[:2]) for row in module._plan_rows(found.sources, found.data_config) for sample in row
-    ]
-    assert Counter(packed) == Counter(sizes)
-    rows = found.row_quantities
-    assert rows["fill"].max() <= 1 and rows["patches"].max() <= 200 and rows["samples"].sum() == 30
-    tokens = one.sizes["tokens"][one.usable_mask].sum()
-    assert rows["fill"].sum() * 512 == pytest.approx(tokens)
-
-
-def test_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
-    assert _statistics(out, pack=False).pass_facts(4) == {
-        "rows": 30,
-        "global_batch_size": 4,
-    }
-    found = _statistics(out)
-    tokens = found.sources[0].sizes["tokens"][found.sources[0].usable_mask].sum()
-    assert len(found.row_quantities["fill"]) == found.pass_facts(1)["rows"] == math.ceil(tokens / 512)
-
-    # Of a large data set some samples are packed: here 16 of 31.
-    monkeypatch.setattr(module, "MAX_PACKED_SAMPLES", 16)
-    some = _statistics(out)
-    assert some.row_quantities["samples"].sum() in (15, 16)
-    each = some.row_quantities["fill"].mean() * 512
-    assert some.pass_facts(1)["rows"] == math.ceil(tokens / each) in (4, 5, 6)
+def test_pass_is_as_many_rows_as_its_samples_fill(out):
+    assert _statistics(out, pack=False).pass_facts(4) == {"rows": 30, "global_batch_size": 4}
+    for limits in ({}, {"max_patches": 200}):
+        found = _statistics(out, **limits)
+        (one,) = found.sources
+        tokens, patches = (int(one.sizes[name][one.usable_mask].sum()) for name in ("tokens", "patches"))
+        assert found.pass_facts(1)["rows"] == -(-patches // 200 if limits else -tokens // 512)
 
 
 def test_quantiles_equal_those_by_hand():

@@ -46,16 +46,14 @@ def split_facts(config: TrainConfig, counted: DatasetStatistics) -> dict[str, An
             **{name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES},
             "turns": each.assistant_turns,
         }
-    distributions = {
-        f"{name} of a sample": describe_values(*counted.sample_quantity(name)) for name in SAMPLE_QUANTITIES
-    }
-    for name, values in counted.row_quantities.items():
-        distributions[f"{name} of a row"] = describe_values(values)
     return {
         "samples": counted.num_samples,
         "usable": counted.num_usable,
         "sources": sources,
-        "distributions": distributions,
+        "distributions": {
+            f"{name} of a sample": describe_values(*counted.sample_quantity(name))
+            for name in SAMPLE_QUANTITIES
+        },
         "pass": counted.pass_facts(config.global_batch_size),
         "left_out": dict(counted.left_out_reasons()),
         "tokens": counted.token_counts(),
@@ -68,11 +66,8 @@ def facts_tables(facts: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
     for lines in (facts["sources"], facts["distributions"]):
         table = {}
         for name, values in lines.items():
-            percent_heads = set(values) if name.startswith("fill") else {"share"}
-            cells = {}
-            for head, value in values.items():
-                cells[head] = f"{value:.2%}" if head in percent_heads else format_number(value)
-            table[name] = cells
+            cells = {head: format_number(value) for head, value in values.items()}
+            table[name] = cells | ({"share": f"{values['share']:.2%}"} if "share" in values else {})
         tables.append(table)
     return tables
 
