@@ -171,14 +171,14 @@ def show(options: DataShowOptions) -> int:
     from megatron_vl.spec.families import read_spec
 
     from .page import write_page
-    from .sample_view import find_sample, print_sample, sample_as_json, view_sample
+    from .sample_view import find_sample, print_sample, view_sample
     from .statistics import count_splits, dataset_facts, print_facts
 
     encoder = open_encoder(config.data, read_spec(config.model.hf), config.model.hf)
     if options.sample is not None:
         sample = view_sample(encoder, *find_sample(config.data.path, options.sample))
         if options.json:
-            print(json.dumps(sample_as_json(sample)))
+            print(json.dumps({name: fact for name, fact in vars(sample).items() if name != "pixels"}))
         else:
             print_sample(sample)
         if options.html:

@@ -162,11 +162,6 @@ def split_turns(token_ids: Tensor, loss_mask: Tensor, encoder: RowEncoder) -> li
     return turns
 
 
-def sample_as_json(sample: SampleView) -> dict[str, Any]:
-    """The output of ``--json``."""
-    return {name: value for name, value in vars(sample).items() if name != "pixels"}
-
-
 def print_sample(sample: SampleView) -> None:
     """Prints a sample; what is trained on is green."""
     console = Console(highlight=False)
