@@ -174,7 +174,7 @@ def serve(folder: Path, port: Any) -> None:
 class ReadOnly(RowEncoder):
     """Decodes and encodes nothing."""
 
-    def preencode_sample(self, sample: RawSample, part: int = 0) -> RawSample:
+    def preencode_sample(self, sample: RawSample) -> RawSample:
         assert not sample.refused and len(sample.media_bytes) == 1, sample.refused
         return sample
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,17 +27,17 @@ from megatron_vl.data.sample.images import DEFAULT_MAX_PIXELS
 from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium, stored_video_info
 from megatron_vl.data.source.location import PART_NAME, part_name
 from megatron_vl.system import durable_files
-from megatron_vl.system.errors import UserError, is_machine_fault
+from megatron_vl.system.errors import is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.system.progress_bar import progress
 
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
 from .formats.objects import check_boxes
-from .input_files import InputError, InputFile, find_input_files, input_names, parse_columns
+from .input_files import InputFile, find_input_files, input_names, parse_columns
 from .media import MediaRoots, is_embedded, read_media
 from .record_ids import RecordIds
-from .records import UnreadableRecord, read_records
+from .records import ConvertError, UnreadableRecord, read_records
 from .shards import CONVERSION_FILE, MEDIA_NAMES_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
 from .worker_pool import WorkerPool
 
@@ -57,10 +56,6 @@ FACT_OPTIONS = (
 
 QUARANTINE_FILE = "quarantine.jsonl"
 """In a data set's folder: the records that were refused, one a line."""
-
-
-class ConvertError(UserError, ValueError):
-    """A conversion that cannot be made; the message says what to do."""
 
 
 @dataclass
@@ -174,12 +169,11 @@ class ConversionOptions:
 
 
 def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> DataReport:
-    """Converts files, folders of them, or an index into one data set.
+    """Converts files, or folders of them, into one data set.
 
     Raises:
-        ConvertError: an option is impossible, the output folder exists, the disk is full, or a worker process
-            died.
-        ShardError, ReadError: there are too many shards, or an input is not JSON.
+        ConvertError: an option is impossible, the output folder exists, an input is not JSON, there are too
+            many shards, the disk is full, or a worker process died.
     """
     input_files = check_inputs(input_paths, options)
     try:
@@ -247,15 +241,11 @@ def first_refusal(dataset_dir: Path) -> str:
 
 def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[InputFile]:
     """The files of the inputs. Raises ConvertError if an argument cannot be used."""
-    try:
-        input_files = find_input_files(input_paths)
-        if options.columns:
-            field_by_column = parse_columns(options.columns)
-            column_format = "alpaca" if "output" in field_by_column.values() else "document"
-            input_files = [InputFile(source.path, column_format, field_by_column) for source in input_files]
-    except InputError as error:
-        raise ConvertError(str(error)) from error
-
+    input_files = find_input_files(input_paths)
+    if options.columns:
+        field_by_column = parse_columns(options.columns)
+        column_format = "alpaca" if "output" in field_by_column.values() else "document"
+        input_files = [InputFile(source.path, column_format, field_by_column) for source in input_files]
     for folder in options.roots.folders:
         if not folder.is_dir():
             raise ConvertError(f"--media-root {folder} is not a folder")
@@ -279,8 +269,6 @@ def _convert_records(
     report = DataReport()
     seen_ids = RecordIds()
     bytes_read = bytes_shown = 0
-    bytes_by_batch: deque[int] = deque()
-    """How many bytes had been read at the end of each batch that is not stored yet."""
     spool_dir = dataset_dir / "spool"
     spool_dir.mkdir()
 
@@ -291,7 +279,6 @@ def _convert_records(
     def batch_tasks() -> Iterator[tuple[Any, ...]]:
         batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
         for number, batch in enumerate(batches):
-            bytes_by_batch.append(bytes_read)
             yield batch, options, spool_dir / str(number)
 
     total_bytes = sum(source.path.stat().st_size for source in input_files)
@@ -325,11 +312,10 @@ def _convert_records(
                         quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
             spool_path.unlink()
             num_refused = report.records - sum(shard_writer.num_samples.values())
-            bytes_stored = bytes_by_batch.popleft()
             show_progress(
-                bytes_stored - bytes_shown, f"{report.records:,} records, {num_refused:,} quarantined"
+                bytes_read - bytes_shown, f"{report.records:,} records, {num_refused:,} quarantined"
             )
-            bytes_shown = bytes_stored
+            bytes_shown = bytes_read
         shards = shard_writer.finish()
     spool_dir.rmdir()
     report.train, report.val = shard_writer.num_samples["train"], shard_writer.num_samples["val"]
@@ -422,7 +408,7 @@ def read_record(
         references, field_paths, conversation.media_limits, strict=True
     ):
         try:
-            media_bytes = read_media(kind, reference, options.roots)
+            media_bytes = read_media(reference, options.roots)
             info = _inspect_once(kind, reference, media_bytes, options)
             if not limits.keys().isdisjoint(CLIP_LIMITS):
                 clip_frames(stored_video_info(info.loader_record("") | {"limits": limits}))

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.data.source.dataset_description import METADATA_DIR
-from megatron_vl.system.errors import UserError
 
 from .exact_json import unique_keys
+from .records import ConvertError
 from .tables import TABLE_SUFFIXES
 
 TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson")
@@ -63,10 +63,6 @@ COLUMN_FIELDS = {"user": "instruction", "assistant": "output", "image": "images"
     name: name for name in ("images", "videos", "system", "tools", "id", "caption", "text")
 }
 """Our field for each entry of ``--columns``."""
-
-
-class InputError(UserError, ValueError):
-    """An input that cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,7 @@ def find_input_files(input_paths: list[Path]) -> list[InputFile]:
     """The files of all inputs, in order. ``dataset_info.json:a,b`` means two data sets of an index.
 
     Raises:
-        InputError: an input does not exist, or holds what cannot be read here.
+        ConvertError: an input does not exist, or holds what cannot be read here.
     """
     input_files: list[InputFile] = []
     for path in input_paths:
@@ -137,13 +133,13 @@ def find_input_files(input_paths: list[Path]) -> list[InputFile]:
         elif path.is_dir():
             input_files += [InputFile(file) for file in _folder_files(path)]
         elif not path.exists():
-            raise InputError(f"{path} is not a file or folder")
+            raise ConvertError(f"{path} is not a file or folder")
         elif path.name == INDEX_FILE:
             input_files += _index_files(path, None)
         else:
             input_files.append(InputFile(path))
     if not input_files:
-        raise InputError("the inputs name no file")
+        raise ConvertError("the inputs name no file")
     return input_files
 
 
@@ -151,22 +147,22 @@ def parse_columns(columns_text: str) -> dict[str, str]:
     """``question=user,answer=assistant``: our field for each column.
 
     Raises:
-        InputError: an entry is something else, or no column or more than one is trained on.
+        ConvertError: an entry is something else, or no column or more than one is trained on.
     """
     field_by_column: dict[str, str] = {}
     for entry in columns_text.split(","):
         column, _, part = entry.strip().partition("=")
         if not column or part not in COLUMN_FIELDS or COLUMN_FIELDS[part] in field_by_column.values():
-            raise InputError(
+            raise ConvertError(
                 f"--columns {columns_text}: {entry!r} is not COLUMN=PART, with each of the parts"
                 f" {', '.join(COLUMN_FIELDS)} once"
             )
         field_by_column[column] = COLUMN_FIELDS[part]
     trained_fields = {"output", "caption", "text"} & set(field_by_column.values())
     if not trained_fields:
-        raise InputError(f"--columns {columns_text}: no column is the answer; add COLUMN=assistant")
+        raise ConvertError(f"--columns {columns_text}: no column is the answer; add COLUMN=assistant")
     if len(trained_fields) > 1:
-        raise InputError(
+        raise ConvertError(
             f"--columns {columns_text}: give one of the parts assistant, caption and text; a caption without"
             " a question is a document"
         )
@@ -186,7 +182,7 @@ def _folder_files(input_dir: Path) -> list[Path]:
     """The files of a folder: one that ``save_to_disk`` of ``datasets`` wrote, or files of one kind."""
     if (input_dir / "dataset_dict.json").is_file():
         listed_splits = _read_list(input_dir / "dataset_dict.json", "splits", str)
-        raise InputError(
+        raise ConvertError(
             f"{input_dir} has the splits {', '.join(listed_splits)}; give the folder of each "
             f"split to use, for instance {input_dir / listed_splits[0]}"
         )
@@ -194,7 +190,7 @@ def _folder_files(input_dir: Path) -> list[Path]:
         file_entries = _read_list(input_dir / "state.json", "_data_files", dict)
         files = [input_dir / Path(str(entry.get("filename"))).name for entry in file_entries]
         if missing_files := [file for file in files if not file.is_file()]:
-            raise InputError(f"{input_dir}: {missing_files[0].name} is missing")
+            raise ConvertError(f"{input_dir}: {missing_files[0].name} is missing")
         _refuse_outside(input_dir, files)
         return files
 
@@ -202,13 +198,13 @@ def _folder_files(input_dir: Path) -> list[Path]:
     suffixes = sorted(set(map(record_suffix, files)))
     if len(suffixes) != 1:
         suffixes_text = " and ".join(suffixes) or f"no {', '.join((*TABLE_SUFFIXES, *TEXT_SUFFIXES))}"
-        raise InputError(f"{input_dir} holds {suffixes_text}; {ONE_KIND}")
+        raise ConvertError(f"{input_dir} holds {suffixes_text}; {ONE_KIND}")
 
     # Test data would be trained on if a folder with several splits were read as a whole.
     split_matches = [SPLIT_PATTERN.search(str(path.relative_to(input_dir))) for path in files]
     splits = sorted({split_match[1].lower() for split_match in split_matches if split_match})
     if len(splits) > 1:
-        raise InputError(f"{input_dir} holds the splits {', '.join(splits)}; {ONE_KIND}")
+        raise ConvertError(f"{input_dir} holds the splits {', '.join(splits)}; {ONE_KIND}")
     _refuse_outside(input_dir, files)
     return files
 
@@ -223,7 +219,7 @@ def record_files(folder: Path) -> Iterator[Path]:
 
 
 def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
-    """Raises InputError if a file, with links followed, is not inside its folder: the rule for media."""
+    """Raises ConvertError if a file, with links followed, is not inside its folder: the rule for media."""
     allowed_dir = input_dir.resolve()
     for parent_dir in (allowed_dir, *allowed_dir.parents):
         # The files of a hub's cache are links to its folder of blobs.
@@ -232,7 +228,7 @@ def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
             break
     for file_path in file_paths:
         if not file_path.resolve().is_relative_to(allowed_dir):
-            raise InputError(
+            raise ConvertError(
                 f"{file_path} leads to {file_path.resolve()}, which is not inside {allowed_dir}; copy the"
                 " file there, or give it as an input of its own"
             )
@@ -242,15 +238,15 @@ def _read_json(json_path: Path) -> Any:
     try:
         return json.loads(json_path.read_text(), object_pairs_hook=unique_keys)
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{json_path} is not JSON, or not clear: {error}") from error
+        raise ConvertError(f"{json_path} is not JSON, or not clear: {error}") from error
 
 
 def _read_list(json_path: Path, list_key: str, item_type: type) -> list[Any]:
-    """The list under a key of a file that ``datasets`` wrote. Raises InputError if it has no such list."""
+    """The list under a key of a file that ``datasets`` wrote. Raises ConvertError if it has no such list."""
     json_object = _read_json(json_path)
     items = json_object.get(list_key) if isinstance(json_object, dict) else None
     if not isinstance(items, list) or not items or not all(isinstance(item, item_type) for item in items):
-        raise InputError(f"{json_path} is damaged: it has no list {list_key!r}; save the data set again")
+        raise ConvertError(f"{json_path} is damaged: it has no list {list_key!r}; save the data set again")
     return items
 
 
@@ -269,21 +265,21 @@ def _index_files(index_path: Path, dataset_names: list[str] | None) -> list[Inpu
         dataset_names: None: all of them.
 
     Raises:
-        InputError: the file is no index, does not have one of the names, or one of them is on a hub.
+        ConvertError: the file is no index, does not have one of the names, or one of them is on a hub.
     """
     index = _read_json(index_path)
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-        raise InputError(
+        raise ConvertError(
             f"{index_path} is not an index: a name and a description of each data set are required"
         )
     if unknown_names := [name for name in dataset_names or [] if name not in index]:
-        raise InputError(
+        raise ConvertError(
             f"{index_path} does not have {', '.join(unknown_names)}; it has {', '.join(sorted(index))}"
         )
     index = {name: entry for name, entry in index.items() if dataset_names is None or name in dataset_names}
     for name, entry in index.items():
         if hub_name := next((entry[key] for key in REMOTE_KEYS if entry.get(key)), ""):
-            raise InputError(
+            raise ConvertError(
                 f"{index_path}: {name} is on a hub, and nothing is downloaded here. Download it (hf download"
                 f" --repo-type dataset {hub_name} --local-dir DIR) and put its file or folder under"
                 f' "file_name", or choose local ones: {index_path}:NAME,NAME'
@@ -292,24 +288,25 @@ def _index_files(index_path: Path, dataset_names: list[str] | None) -> list[Inpu
 
 
 def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any]) -> list[InputFile]:
-    """The files of one data set of an index. Raises InputError if its entry cannot be used."""
+    """The files of one data set of an index. Raises ConvertError if its entry cannot be used."""
     location = f"{index_path}: {dataset_name}"
     if entry.get("ranking"):
-        raise InputError(f"{location} has preferences, which supervised training cannot use")
+        raise ConvertError(f"{location} has preferences, which supervised training cannot use")
     if entry.get("num_samples") is not None:
-        raise InputError(f"{location} asks for num_samples; take it out, and use a mixture's weights instead")
+        advice = "take it out, and use a mixture's weights instead"
+        raise ConvertError(f"{location} asks for num_samples; {advice}")
     formatting = entry.get("formatting", "alpaca")
     if formatting not in FORMAT_BY_FORMATTING:
-        raise InputError(
+        raise ConvertError(
             f"{location} has the formatting {formatting!r}; valid: {', '.join(FORMAT_BY_FORMATTING)}"
         )
     file_name = entry.get("file_name")
     if not isinstance(file_name, str):
-        raise InputError(f'{location} has no "file_name"')
+        raise ConvertError(f'{location} has no "file_name"')
 
     columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
     if unknown_names := [name for name in (*columns, *tags) if name not in FIELD_BY_COLUMN | DEFAULT_TAGS]:
-        raise InputError(f"{location}: the columns or tags {', '.join(unknown_names)} are unknown")
+        raise ConvertError(f"{location}: the columns or tags {', '.join(unknown_names)} are unknown")
     field_by_column = {
         column: FIELD_BY_COLUMN[key] or "conversations" for key, column in columns.items() if column
     }
@@ -320,7 +317,7 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     _refuse_outside(index_path.parent, [data_path])
     files = _folder_files(data_path) if data_path.is_dir() else [data_path]
     if not files[0].is_file():
-        raise InputError(f"{location}: {data_path} does not exist")
+        raise ConvertError(f"{location}: {data_path} does not exist")
 
     role_tags = {**DEFAULT_TAGS, **tags} if tags else {}
     return [InputFile(file, FORMAT_BY_FORMATTING[formatting], field_by_column, role_tags) for file in files]

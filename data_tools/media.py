@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import base64
 import binascii
-import itertools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from megatron_vl.data.sample.frame_archive import FrameArchiveInfo, Sampling, pack_frames
+from megatron_vl.data.sample.frame_archive import FrameArchiveInfo, pack_frames
 from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 
 from .formats import RecordError
-from .formats.frame_sequence import FrameSequence, may_be_frame_folder
+from .formats.frame_sequence import FrameSequence
 
-IMAGE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
-"""Suffixes of the images in a folder of frames. Other files are ignored."""
 BASE64_IMAGE_PREFIXES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 """How JPEG, PNG, GIF and WebP begin in base64."""
 MAX_SHOWN = 200
@@ -45,11 +42,8 @@ class MediaRoots:
     follow_links: bool = False
 
 
-def resolve_reference(reference: str, roots: MediaRoots, *, allow_folder: bool = False) -> Path:
+def resolve_reference(reference: str, roots: MediaRoots) -> Path:
     """Resolves ``reference`` from the first of the folders where it names a file inside any of them.
-
-    Args:
-        allow_folder: it may also be a folder.
 
     Raises:
         RecordError: it is remote, lies outside the folders, is missing, or is not a regular file.
@@ -65,13 +59,13 @@ def resolve_reference(reference: str, roots: MediaRoots, *, allow_folder: bool =
     refusals = []
     for folder in roots.folders:
         try:
-            return _resolve_in(folder, _local_path(reference), roots, allow_folder)
+            return _resolve_in(folder, _local_path(reference), roots)
         except RecordError as refusal:
             refusals.append(refusal)
     raise next((refusal for refusal in refusals if refusal.reason != MISSING), refusals[0])
 
 
-def _resolve_in(folder: Path, reference: str, roots: MediaRoots, allow_folder: bool) -> Path:
+def _resolve_in(folder: Path, reference: str, roots: MediaRoots) -> Path:
     shown = reference[:MAX_SHOWN]
     try:
         named_path = Path(os.path.normpath(folder / reference))
@@ -92,8 +86,8 @@ def _resolve_in(folder: Path, reference: str, roots: MediaRoots, allow_folder: b
             raise
         raise RecordError("bad media reference", f"{shown!r}: {error}"[: 2 * MAX_SHOWN]) from error
 
-    if not (stat.S_ISREG(mode) or allow_folder and stat.S_ISDIR(mode)):
-        raise RecordError("not a file", f"{shown} is not a regular file")
+    if not stat.S_ISREG(mode):
+        raise RecordError("not a file", f"{shown} is not a regular file; of a video, list its images")
     return media_path
 
 
@@ -110,7 +104,7 @@ def _local_path(reference: str) -> str:
 def is_embedded(reference: Any) -> bool:
     """Whether a reference holds the medium itself, or an image of it."""
     if isinstance(reference, FrameSequence):
-        return not isinstance(reference.images, str) and any(map(is_embedded, reference.images))
+        return any(map(is_embedded, reference.images))
     return isinstance(reference, bytes) or reference[:5].lower() == "data:" or _is_base64_image(reference)
 
 
@@ -119,7 +113,7 @@ def _is_base64_image(reference: str) -> bool:
     return len(reference) > MAX_SHOWN and reference.startswith(BASE64_IMAGE_PREFIXES)
 
 
-def read_media(media_kind: str, reference: Any, roots: MediaRoots) -> bytes:
+def read_media(reference: Any, roots: MediaRoots) -> bytes:
     """Reads the bytes of a medium. A video that is given as images becomes a file of frames.
 
     Args:
@@ -141,11 +135,13 @@ def read_media(media_kind: str, reference: Any, roots: MediaRoots) -> bytes:
             raise RecordError("bad media reference", "a data: URI must be base64")
         return _decode_base64(unquote(uri_body) if "%" in uri_body else uri_body)
 
-    allow_folder = media_kind == "video" and may_be_frame_folder(reference)
-    media_path = resolve_reference(reference, roots, allow_folder=allow_folder)
-    if media_path.is_dir():
-        return _read_frames(FrameSequence(reference), roots)
-    return _read(media_path.read_bytes, media_path, reference)
+    media_path = resolve_reference(reference, roots)
+    try:
+        return retry_machine_faults(media_path.read_bytes, media_path)
+    except OSError as error:
+        if is_machine_fault(error):
+            raise
+        raise RecordError("medium unreadable", f"{reference}: {error.strerror}") from error
 
 
 def _decode_base64(text: str) -> bytes:
@@ -155,56 +151,14 @@ def _decode_base64(text: str) -> bytes:
         raise RecordError("bad media reference", f"embedded bytes are not base64: {error}") from error
 
 
-def _read[Content](read: Callable[[], Content], path: Path, reference: str) -> Content:
-    """What ``read`` returns. Raises RecordError if the path cannot be read."""
-    try:
-        return retry_machine_faults(read, path)
-    except OSError as error:
-        if is_machine_fault(error):
-            raise
-        raise RecordError("medium unreadable", f"{reference}: {error.strerror}") from error
-
-
 def _read_frames(frame_sequence: FrameSequence, roots: MediaRoots) -> bytes:
-    sampling: Sampling = "whole"
-    if isinstance(frame_sequence.images, str):
-        path = resolve_reference(frame_sequence.images, roots, allow_folder=True)
-        if not path.is_dir():  # the file of a video, which has a rate of its own
-            return _read(path.read_bytes, path, frame_sequence.images)
-        sampling = "as a file"
     frame_file_info = FrameArchiveInfo(
-        frame_sequence.fps or ASSUMED_FPS, sampling, assumed_fps=frame_sequence.fps is None
+        frame_sequence.fps or ASSUMED_FPS, "whole", assumed_fps=frame_sequence.fps is None
     )
 
     def read_images() -> Iterator[tuple[str, bytes]]:
-        for image in list_images(frame_sequence, roots):
+        for image in frame_sequence.images:
             file_name = "" if is_embedded(image) else PurePosixPath(image).name
-            yield file_name, read_media("image", image, roots)
+            yield file_name, read_media(image, roots)
 
     return pack_frames(read_images(), frame_file_info)
-
-
-def list_images(frame_sequence: FrameSequence, roots: MediaRoots) -> list[Any]:
-    """The references of a video's images, those of a folder in the natural order of their names.
-
-    Raises:
-        RecordError: the folder cannot be read, has no images, or two with the same number.
-    """
-    if not isinstance(frame_sequence.images, str):
-        return list(frame_sequence.images)
-    frame_dir = resolve_reference(frame_sequence.images, roots, allow_folder=True)
-    paths = _read(lambda: list(frame_dir.iterdir()), frame_dir, str(frame_sequence))
-    names = [path.name for path in paths if path.suffix[1:].lower() in IMAGE_SUFFIXES and path.name[0] != "."]
-    names.sort(key=lambda name: (natural_order(name), name))
-    if not names:
-        raise RecordError("no frames", f"the folder {frame_sequence} holds no images")
-    for name, next_name in itertools.pairwise(names):
-        if natural_order(name) == natural_order(next_name):
-            raise RecordError("two frames of one number", f"{name} and {next_name} in {frame_sequence}")
-    return [f"{frame_dir}/{name}" for name in names]
-
-
-def natural_order(file_name: str) -> list[tuple[int, str]]:
-    """A key that sorts names without suffixes by the numbers in them: frame_2 comes before frame_10."""
-    name_pieces = re.split(r"([0-9]+)", file_name.rpartition(".")[0])
-    return [(int(piece), "") if i % 2 else (0, piece) for i, piece in enumerate(name_pieces)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import io
 import json
 import re
 import sys
@@ -32,8 +33,8 @@ MAX_NESTING = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
 
-class ReadError(UserError, ValueError):
-    """A file that cannot be read any further; the message names the file and the record."""
+class ConvertError(UserError, ValueError):
+    """A conversion that cannot be made; the message says what to do."""
 
 
 class UnreadableRecord(NamedTuple):
@@ -61,21 +62,21 @@ def read_records(
             their lines are not parsed.
 
     Raises:
-        ReadError: a JSON array or a table is broken (the start of its next record is unknown), or the file
+        ConvertError: a JSON array or a table is broken (the start of its next record is unknown), or the file
             is empty.
     """
     if records_path.suffix in tables.TABLE_SUFFIXES:
         try:
             yield from tables.read_rows(records_path, on_bytes, is_wanted)
         except (ValueError, OSError) as error:
-            raise ReadError(f"{records_path} cannot be read: {error}") from error
+            raise ConvertError(f"{records_path} cannot be read: {error}") from error
         return
 
     with _open_content(records_path) as (raw_file, content_file):
         # Only looked at, because a pipe cannot be read twice.
         first_bytes = content_file.peek(CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
         if not first_bytes:
-            raise ReadError(f"{records_path} is empty")
+            raise ConvertError(f"{records_path} is empty")
 
         reported_position = 0
 
@@ -94,7 +95,7 @@ def read_records(
 
 @contextmanager
 def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
-    """A file and its content, which may be compressed. Raises ReadError if that is damaged."""
+    """A file and its content, which may be compressed. Raises ConvertError if that is damaged."""
     try:
         with (
             records_path.open("rb", CHUNK_BYTES) as raw_file,
@@ -102,12 +103,12 @@ def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
         ):
             yield raw_file, content_file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ReadError(f"{records_path} is damaged: {error}") from error
+        raise ConvertError(f"{records_path} is damaged: {error}") from error
     except OSError as error:
         # pyarrow reports damaged zstd data as an OSError without a number.
         if records_path.suffix != ".zst" or error.errno:
             raise
-        raise ReadError(f"{records_path} is damaged: {error}") from error
+        raise ConvertError(f"{records_path} is damaged: {error}") from error
 
 
 def _decompressed(records_path: Path, raw_file: IO[bytes]) -> Any:
@@ -115,8 +116,6 @@ def _decompressed(records_path: Path, raw_file: IO[bytes]) -> Any:
     if records_path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw_file)
     if records_path.suffix == ".zst":
-        import io
-
         import pyarrow as pa
 
         return io.BufferedReader(pa.CompressedInputStream(raw_file, "zstd"), CHUNK_BYTES)
@@ -150,7 +149,7 @@ def _read_json_lines(
             if isinstance(record, UnreadableRecord) and not line.endswith(b"\n"):
                 if record.reason in ("not JSON", "not UTF-8"):
                     advice = "fetch the whole file, or end that line if it is the last one"
-                    raise ReadError(
+                    raise ConvertError(
                         f"{records_path} ends within line {line_number} ({record.detail}): {advice}"
                     )
             yield line_number, record
@@ -199,14 +198,17 @@ def _read_array(
     records_path: Path, content_file: IO[bytes], on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[int, Any]]:
     text = _ArrayText(content_file, on_bytes, records_path)
-    text.skip_character("[")
-    while text.next_character() != "]":
-        if text.num_records and not text.skip_character(","):
-            raise ReadError(f"{records_path}: no comma after record {text.num_records}")
-        yield text.num_records + 1, text.read_record()
-    text.skip_character("]")
+    while (character := text.next_character()) != "]":
+        if not character:
+            raise ConvertError(f"{records_path} ends within its array, after record {text.num_records}")
+        if text.num_records and character != ",":
+            raise ConvertError(f"{records_path}: no comma after record {text.num_records}")
+        text.position += 1  # the bracket or the comma
+        if text.num_records or text.next_character() != "]":
+            yield text.num_records + 1, text.read_record()
+    text.position += 1
     if text.next_character():
-        raise ReadError(
+        raise ConvertError(
             f"{records_path}: something follows the end of the array, after record {text.num_records};"
             " is it two files in one?"
         )
@@ -216,83 +218,60 @@ class _ArrayText:
     """The text of a JSON array from the current position on. It grows until it contains a whole record."""
 
     def __init__(self, content_file: IO[bytes], on_bytes: Callable[[int], None], records_path: Path) -> None:
-        self.content_file, self.on_bytes, self.path = content_file, on_bytes, records_path
-        self.decode_utf8 = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self.text, self.position = "", 0
-        self.is_at_end = self.has_ended = False
-        self.num_records = 0
+        self.stream = io.TextIOWrapper(content_file, "utf-8-sig", newline="")
+        self.on_bytes, self.path = on_bytes, records_path
+        self.text, self.position, self.num_records = "", 0, 0
 
-    def read_chunk(self, chunk_bytes: int = CHUNK_BYTES) -> None:
-        data = self.content_file.read(chunk_bytes)
-        self.is_at_end = len(data) < chunk_bytes
+    def grow(self, num_characters: int = CHUNK_BYTES) -> bool:
+        """Reads more. Returns whether there was any."""
         try:
-            self.text = self.text[self.position :] + self.decode_utf8(data, self.is_at_end)
+            new_text = self.stream.read(num_characters)
         except UnicodeDecodeError as error:
-            raise ReadError(f"{self.path}: not UTF-8 after record {self.num_records}: {error}") from error
-        self.position = 0
+            raise ConvertError(f"{self.path}: not UTF-8 after record {self.num_records}: {error}") from error
+        self.text, self.position = self.text[self.position :] + new_text, 0
+        return bool(new_text)
 
     def next_character(self) -> str:
-        """The next character that is not white space; empty after the end of the array."""
+        """The next character that is not white space; empty at the end of the file."""
         while True:
             self.position = WHITE_SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
             if self.position < len(self.text):
                 return self.text[self.position]
-            if self.is_at_end and not self.has_ended:
-                raise ReadError(f"{self.path} ends within its array, after record {self.num_records}")
-            if self.is_at_end:
+            if not self.grow():
                 return ""
-            self.read_chunk()
-
-    def skip_character(self, character: str) -> bool:
-        """Whether the character is the next one, which is skipped."""
-        is_next = self.next_character() == character
-        self.position += is_next
-        self.has_ended = character == "]"
-        return is_next
 
     def read_record(self) -> Any:
         """Reads the record at the current position, and moves to its end."""
         self.next_character()
-        record_number, chunk_bytes = self.num_records + 1, CHUNK_BYTES
+        record_number, num_characters = self.num_records + 1, CHUNK_BYTES
         json_decoder, refused_record = EXACT_DECODER, None
         while True:
             try:
                 json_value, end_position = json_decoder.raw_decode(self.text, self.position)
                 # A number at the end of the buffer may continue in the next chunk.
-                if end_position < len(self.text) or self.is_at_end:
-                    num_brackets = self.text.count("[", self.position, end_position)
-                    num_brackets += self.text.count("{", self.position, end_position)
-                    self.on_bytes(len(self.text[self.position : end_position].encode()))
-                    self.position = end_position
-                    self.num_records = record_number
-                    return refused_record or _check_nesting(json_value, num_brackets)
+                if end_position == len(self.text) and self.grow():
+                    continue
+                record_text = self.text[self.position : end_position]
+                self.on_bytes(len(record_text.encode()))
+                self.position, self.num_records = end_position, record_number
+                num_brackets = record_text.count("[") + record_text.count("{")
+                return refused_record or _check_nesting(json_value, num_brackets)
             except RecursionError as error:
-                raise ReadError(f"{self.path}: record {record_number} is nested too deeply") from error
+                raise ConvertError(f"{self.path}: record {record_number} is nested too deeply") from error
             except json.JSONDecodeError as error:
-                self._refuse_broken_record(error, record_number)
+                # A cut leaves an open string, or fails within the last characters.
+                is_cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
+                error_text = error.msg.removesuffix(" starting at")
+                nearby_text = self.text[error.pos : error.pos + 40]
+                if len(self.text) - self.position > MAX_RECORD_BYTES:
+                    error_text = f"it does not end within {MAX_RECORD_BYTES >> 20} MiB; is a quote missing?"
+                    is_cut_off = False
+                # Chunks double, so that a long record is not parsed again for every MiB of it.
+                num_characters *= 2
+                if not is_cut_off or not self.grow(num_characters):
+                    raise ConvertError(
+                        f"{self.path}: record {record_number} is not valid JSON: {error_text}, at"
+                        f" {nearby_text!r}"
+                    ) from error
             except ValueError as error:  # from here on, only the end of the record is looked for
                 json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _unreadable(error)
-                continue
-
-            if len(self.text) - self.position > MAX_RECORD_BYTES:
-                raise ReadError(
-                    f"{self.path}: record {record_number} does not end within {MAX_RECORD_BYTES >> 20} MiB; "
-                    "is a quote missing?"
-                )
-
-            # Chunks double, so that a long record is not parsed again for every MiB of it.
-            chunk_bytes *= 2
-            self.read_chunk(chunk_bytes)
-
-    def _refuse_broken_record(self, error: json.JSONDecodeError, record_number: int) -> None:
-        """Raises ReadError unless a record is only cut off at the end of the buffer.
-
-        A cut leaves an open string, or fails within the last characters.
-        """
-        is_cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
-        if self.is_at_end or not is_cut_off:
-            error_text = error.msg.removesuffix(" starting at")
-            nearby_text = self.text[error.pos : error.pos + 40]
-            raise ReadError(
-                f"{self.path}: record {record_number} is not valid JSON: {error_text}, at {nearby_text!r}"
-            ) from error

@@ -37,7 +37,7 @@ from megatron_vl.data.source.dataset_description import (
     DatasetDescription,
     read_description,
 )
-from megatron_vl.data.source.location import location_is_file
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_sizes import (
     COORDINATE,
     EXCHANGE_DTYPE,
@@ -50,10 +50,9 @@ from megatron_vl.data.source.sample_sizes import (
     has_stored_sizes,
     list_all_datasets,
 )
-from megatron_vl.data.source.tar_list import TARS_FILE
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import durable_files
-from megatron_vl.system.errors import UserError, is_machine_fault
+from megatron_vl.system.errors import is_machine_fault
 from megatron_vl.system.progress_bar import progress
 
 from .sample_sources import SampleReader, SampleSource
@@ -70,10 +69,6 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "exchange_ends": np.dtype("<u8"),
 }
 """The files of sizes, without ``.npy``."""
-
-
-class SizesWriteError(UserError, ValueError):
-    """Sizes that cannot be written. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +92,8 @@ def index_datasets(
     """Writes the sizes of a data set, or of all data sets that a description names. Existing sizes stay.
 
     Raises:
-        SizesWriteError: a data set is not on a local disk, its shards cannot be read, or its folder cannot be
-            written.
-        LoaderError, DescriptionError: there is no data set.
+        LoaderError: there is no data set, it is not on a local disk, its shards cannot be read, or its folder
+            cannot be written.
         ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
     """
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
@@ -107,7 +101,7 @@ def index_datasets(
     datasets = list_all_datasets(read_description(data_config.path))
     for dataset in datasets:
         if not isinstance(dataset.path, Path):
-            raise SizesWriteError(
+            raise LoaderError(
                 f"{dataset.path} is in an object store; index the local folder, then copy {METADATA_DIR} too"
             )
     return [_index_dataset(dataset, sizes_name, encoder, num_workers) for dataset in datasets]
@@ -129,9 +123,7 @@ def _index_dataset(
                 _write_sizes(dataset, sizes_dir, encoder, num_workers)
     except OSError as error:
         if not has_stored_sizes(dataset, sizes_name):
-            raise SizesWriteError(
-                f"{sizes_dir} cannot be written ({error}); fix this and start again"
-            ) from error
+            raise LoaderError(f"{sizes_dir} cannot be written ({error}); fix this and start again") from error
     return _index_result(sizes_dir, time.monotonic() - start_time)
 
 
@@ -192,7 +184,7 @@ _current_tasks: list[_ShardTask] = []
 pipe."""
 _split_readers: dict[str, SampleReader] = {}
 """The reader of each split in this process. To make one takes as long as its split has shards."""
-STORAGE_REASONS = ("reading takes too long", "shard missing", "shard unreadable")
+STORAGE_REASONS = ("shard missing", "shard unreadable")
 """Reasons for which a sample cannot be read that are the storage's and not the sample's."""
 
 
@@ -200,7 +192,7 @@ def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder) -> dict[str, 
     """The task of each shard, in order. A shard of two splits has one."""
     tasks: dict[str, _ShardTask] = {}
     for split in [split for split, shards in dataset.shards_by_split.items() if shards]:
-        source = SampleSource.whole_split(dataset, split)
+        source = SampleSource(split, dataset, split, 1.0)
         for name, (start, end) in zip(source.shard_names, pairwise(source.shard_starts), strict=True):
             tasks.setdefault(name, _ShardTask(source, range(start, end), encoder))
     return tasks
@@ -215,10 +207,7 @@ def _measure_shards(
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
             sizes = zip(tasks, run_tasks(_measure_shard, len(tasks), num_workers), strict=True)
-            facts: dict[str, Any] = {"content": dataset.content_id}
-            if not location_is_file(dataset.path / METADATA_DIR / TARS_FILE):
-                facts["excluded"] = dataset.excluded_samples
-            write_sizes(partial_dir, sizes, lambda: facts, show_progress)
+            write_sizes(partial_dir, sizes, lambda: dataset.content_id, show_progress)
     finally:
         for split_reader in _split_readers.values():
             split_reader.close()
@@ -238,13 +227,13 @@ class ShardSizes(NamedTuple):
 def write_sizes(
     sizes_dir: Path,
     sizes_by_shard: Iterable[tuple[str, ShardSizes]],
-    content_facts: Callable[[], dict[str, Any]],
+    content_id: Callable[[], str],
     show_progress: Callable[[int], None],
 ) -> None:
     """Writes the sizes of shards one after the other, so that memory holds one shard.
 
     Args:
-        content_facts: returns what ``shards.json`` has besides the shards; called after the last one.
+        content_id: called after the last shard.
     """
     shards: dict[str, dict[str, Any]] = {}
     totals: Counter[str] = Counter()
@@ -265,7 +254,7 @@ def write_sizes(
     for names in OPTIONAL_ARRAYS:
         for name in names if not totals[names[0]] else ():
             (sizes_dir / f"{name}.npy").unlink()
-    (sizes_dir / SHARDS_FILE).write_text(json.dumps({**content_facts(), "shards": shards}))
+    (sizes_dir / SHARDS_FILE).write_text(json.dumps({"content": content_id(), "shards": shards}))
 
 
 @contextmanager
@@ -311,11 +300,11 @@ def _measure_shard(task_number: int) -> ShardSizes:
     task = _current_tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
-        split_reader = _split_readers[task.source.split] = SampleReader(task.source, measures=True)
+        split_reader = _split_readers[task.source.split] = SampleReader(task.source)
     return measure_samples(task.encoder, (_read_sample(split_reader, index) for index in task.sample_indices))
 
 
-def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) -> ShardSizes:
+def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample]) -> ShardSizes:
     """The sizes of the samples of a shard, as :func:`measure_sample` measures each."""
     measured = [measure_sample(encoder, sample) for sample in samples]
     media_ends = np.cumsum([len(each.media) for each in measured], dtype=np.int64).tolist()
@@ -337,31 +326,26 @@ def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample | None]) ->
     return ShardSizes(arrays, {"samples": len(measured), "turns": turns, "unusable": reasons})
 
 
-def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | None:
-    """A sample. Raises :class:`SizesWriteError` if the storage fails: the sample itself may be whole."""
+def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample:
+    """A sample. Raises :class:`LoaderError` if the storage fails: the sample itself may be whole."""
     try:
         sample = split_reader.read_sample(sample_index, with_media=False)
     except FatalSampleError as error:
-        raise SizesWriteError(f"{error}; then start `megatron-vl data index` again") from error
-    if sample is not None and sample.refused and sample.refused[0] in STORAGE_REASONS:
-        raise SizesWriteError(
+        raise LoaderError(f"{error}; then start `megatron-vl data index` again") from error
+    if sample.refused and sample.refused[0] in STORAGE_REASONS:
+        raise LoaderError(
             f"{sample.refused[0]}: {sample.refused[1]}. Start "
             "`megatron-vl data index` again when the storage answers: it continues"
         )
     return sample
 
 
-def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSample:
+def measure_sample(encoder: RowEncoder, sample: RawSample) -> MeasuredSample:
     """Measures a sample without decoding its media.
 
-    Args:
-        sample: None: the data set's description excludes it.
-
     Raises:
-        SizesWriteError: files or memory fail, which says nothing about the sample.
+        LoaderError: files or memory fail, which says nothing about the sample.
     """
-    if sample is None:
-        return MeasuredSample()
     chat_encoder = encoder.chat_encoder
     try:
         record = json.loads(checked_json_bytes(sample), parse_float=read_number)
@@ -396,7 +380,7 @@ def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> MeasuredSam
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
         root_cause = error.__cause__ or error if isinstance(error, ChatError) else error
         if isinstance(root_cause, OSError) or is_machine_fault(root_cause):
-            raise SizesWriteError(
+            raise LoaderError(
                 f"sample {sample.key}: {type(root_cause).__name__}: {root_cause}. Start"
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error

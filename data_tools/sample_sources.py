@@ -7,41 +7,29 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sqlite3
 import sys
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.source.blend import read_blend_sources
-from megatron_vl.data.source.dataset_description import (
-    METADATA_DIR,
-    DatasetDescription,
-    LoaderError,
-    read_description,
-)
-from megatron_vl.data.source.energon_datasets import open_sample_reader
-from megatron_vl.data.source.location import DataPath, Location
+from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, read_description
+from megatron_vl.data.source.energon_datasets import SplitShards, open_sample_reader
+from megatron_vl.data.source.location import DataPath, LoaderError, Location
 from megatron_vl.data.source.pair_reader import key_hash, shard_place
-from megatron_vl.data.source.sample_sizes import list_split_datasets
 from megatron_vl.data.source.store_reading import StoreShards, read_tar_shards
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.system.errors import UserError
 
 from .shards import MEDIA_NAMES_FILE
 
 TEXT_MEMBER = "json"
 """Part of a sample that is read; of the others only the names are."""
-
-
-class SourceError(UserError, ValueError):
-    """A sample or a source does not exist. The message says which ones do."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +42,6 @@ class SampleSource:
     split: str
     share: float
     """Share of the samples that training draws from it."""
-    first_index: int
-    """Index of the first sample that is drawn; 0 unless the metadataset takes a subset."""
-    num_samples: int
-    """Number of samples that are drawn."""
-
-    @staticmethod
-    def whole_split(dataset: DatasetDescription, split: str) -> SampleSource:
-        """All samples of a split."""
-        num_samples = sum(dataset.samples_by_shard.get(name, 0) for name in dataset.shards_by_split[split])
-        return SampleSource(split, dataset, split, share=1.0, first_index=0, num_samples=num_samples)
 
     @cached_property
     def shard_names(self) -> list[str]:
@@ -72,22 +50,11 @@ class SampleSource:
     @cached_property
     def shard_starts(self) -> list[int]:
         """Number of samples before each shard, and at last the number of all."""
-        try:
-            shard_sizes = [self.dataset.samples_by_shard[name] for name in self.shard_names]
-            return list(itertools.accumulate(shard_sizes, initial=0))
-        except KeyError as error:
-            raise LoaderError(
-                f"{self.dataset.path}: {METADATA_DIR}/.info.json does not "
-                f"count the samples of {error.args[0]}; convert the data again"
-            ) from error
+        shard_sizes = [self.dataset.samples_by_shard[name] for name in self.shard_names]
+        return list(itertools.accumulate(shard_sizes, initial=0))
 
     def __len__(self) -> int:
-        return self.num_samples
-
-    @property
-    def indices(self) -> range:
-        """The indices of the samples in the data set."""
-        return range(self.first_index, self.first_index + self.num_samples)
+        return self.shard_starts[-1]
 
     def shard_position(self, sample_index: int) -> tuple[str, int]:
         """The shard of a sample, and the sample's number in it."""
@@ -95,7 +62,7 @@ class SampleSource:
         return self.shard_names[shard_number], sample_position
 
     def find_sample(self, sample_key: str) -> int | None:
-        """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split or subset."""
+        """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split."""
         shard_name, bracket, sample_position = sample_key.rpartition("[")
         position_text = sample_position.removesuffix("]")
         if bracket and position_text.isdigit() and shard_name in self.shard_names:
@@ -117,11 +84,11 @@ class SampleSource:
                     "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?", (sample_key,)
                 ).fetchall()
         except sqlite3.Error as error:
-            raise SourceError(
+            raise LoaderError(
                 f"{index_path} cannot be read ({error}); give the sample as SHARD[N]"
             ) from error
 
-        # A key may occur in several shards, of which this split or subset may have only one.
+        # A key may occur in several shards, of which this split may have only one.
         all_shard_names = list(self.dataset.samples_by_shard)
         for shard_number, position_in_shard in sample_rows:
             if shard_number < len(all_shard_names):
@@ -135,26 +102,26 @@ class SampleSource:
             return None
         shard_number = self.shard_names.index(shard_name)
         index = self.shard_starts[shard_number] + sample_position
-        return index if index < self.shard_starts[shard_number + 1] and index in self.indices else None
+        return index if index < self.shard_starts[shard_number + 1] else None
 
 
 def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSource]:
     """The data sets that a run reads for a split, with their shares.
 
     Raises:
-        LoaderError, DescriptionError: as
+        LoaderError: as
             :func:`~megatron_vl.data.source.dataset_description.read_description`; or the split is empty.
     """
     description = read_description(data_path)
     sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, description.path.name)
 
     drawn_sources = []
-    split_datasets = list_split_datasets(description, split)
+    split_datasets = description.split_parts(split)
     for blend_source, (dataset, split_name) in zip(sized_sources, split_datasets, strict=True):
         if share := blend_source.sample_share:
-            drawn_range = blend_source.first_sample, blend_source.sample_count
-            source = SampleSource(blend_source.source_name, dataset, split_name, share, *drawn_range)
-            drawn_sources += _sources_of_parts(source)
+            drawn_sources += _sources_of_parts(
+                SampleSource(blend_source.source_name, dataset, split_name, share)
+            )
 
     if not sum(source.shard_starts[-1] for source in drawn_sources):
         raise LoaderError(f"{data_path}: the split {split!r} is empty")
@@ -163,18 +130,11 @@ def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSourc
 
 def _sources_of_parts(source: SampleSource) -> list[SampleSource]:
     """A source for each data set of a folder of parts; the source itself if it is one data set."""
-    part_sources = []
-    part_start = 0
-    for part in source.dataset.parts:
-        has_split = part.shards_by_split.get(source.split)
-        part_size = len(SampleSource.whole_split(part, source.split)) if has_split else 0
-        first = max(source.indices.start - part_start, 0)
-        count = min(source.indices.stop - part_start, part_size) - first
-        part_start += part_size
-        if count > 0:
-            name, share = f"{source.name}/{part.path.name}", source.share * count / len(source)
-            part_sources.append(SampleSource(name, part, source.split, share, first, count))
-    return part_sources if source.dataset.parts else [source]
+    if not source.dataset.parts:
+        return [source]
+    parts = [part for part in source.dataset.parts if part.shards_by_split.get(source.split)]
+    named = [SampleSource(f"{source.name}/{part.path.name}", part, source.split, 0.0) for part in parts]
+    return [replace(part, share=source.share * len(part) / len(source)) for part in named if len(part)]
 
 
 def list_splits(data_path: DataPath | Location) -> list[str]:
@@ -182,80 +142,38 @@ def list_splits(data_path: DataPath | Location) -> list[str]:
     description = read_description(data_path)
     if isinstance(description, DatasetDescription):
         return [name for name, shards in description.shards_by_split.items() if shards]
-    return list(description.split_fields)
+    return list(description.mixtures)
 
 
 def original_media_names(dataset_dir: Location, sample_key: str) -> list[str]:
-    """The names of a sample's media before the conversion; empty if they are not recorded.
-
-    Lines are in the order of the keys, so one is found by bisection.
-    """
-    try:
-        names_file = (dataset_dir / MEDIA_NAMES_FILE).open("rb")
-    except OSError:
-        return []
-    with names_file:
-        low, high = 0, names_file.seek(0, os.SEEK_END)
-        while low < high:
-            middle = (low + high) // 2
-            names_file.seek(max(middle - 1, 0))
-            if middle:
-                names_file.readline()  # to the first line that begins at or after the middle
-            line = names_file.readline()
-            if line and json.loads(line)[0] < sample_key:
-                low = names_file.tell()
-            else:
-                high = middle
-        names_file.seek(low)
-        key, names = json.loads(names_file.readline() or '["", []]')
-    return names if key == sample_key else []
+    """The names of a sample's media before the conversion; empty if they are not recorded."""
+    line_start = json.dumps([sample_key])[:-1].encode() + b","
+    with suppress(OSError), (dataset_dir / MEDIA_NAMES_FILE).open("rb") as names_file:
+        line = next((line for line in names_file if line.startswith(line_start)), b'["", []]')
+        return list(json.loads(line)[1])
+    return []
 
 
 class SampleReader:
-    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised.
+    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised."""
 
-    Args:
-        measures: whether sizes are written: those of tars have excluded samples too.
-    """
-
-    def __init__(self, sample_source: SampleSource, *, measures: bool = False) -> None:
-        from megatron.energon.epathlib import EPath
-        from megatron.energon.flavors.webdataset.structs import ShardInfo
-
-        dataset_dir = EPath(sample_source.dataset.path)
-        counts = sample_source.dataset.samples_by_shard
-        names = sample_source.shard_names
-        tar_shards = read_tar_shards(sample_source.dataset.path)
-        self.shards: list[Any] = [
-            tar_shards.get(name) or ShardInfo(name=name, path=dataset_dir / name, count=counts[name])
-            for name in names
-        ]
-        excluded_names = set() if measures and tar_shards else {*sample_source.dataset.excluded_names}
-        self.path = dataset_dir
+    def __init__(self, sample_source: SampleSource) -> None:
+        dataset = SplitShards(sample_source.dataset, sample_source.split)
         self.member_names: list[str] = []
-        # Energon names a sample SHARD/KEY there.
-        self.sample_filter = lambda name: name not in excluded_names
-        stored_shards = StoreShards(self, block_size=1)
+        stored_shards = StoreShards(dataset, block_size=1)
         take = lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]  # noqa: E731
-        self.tolerant_reader = open_sample_reader(self, take, self._is_member_wanted)
+        self.tolerant_reader = open_sample_reader(dataset, take, self._is_member_wanted)
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:
         self.member_names.append(member_name)
         return self.reads_media or member_name == TEXT_MEMBER
 
-    def read_sample(self, sample_index: int, *, with_media: bool) -> RawSample | None:
-        """A sample; None if the data set's description excludes it.
-
-        Args:
-            with_media: whether to read the media too; otherwise, they are named but empty.
-        """
+    def read_sample(self, sample_index: int, *, with_media: bool) -> RawSample:
+        """A sample. Without ``with_media``, its media are named but empty."""
         self.member_names.clear()
         self.reads_media = with_media
-        crude_sample = self.tolerant_reader[sample_index]
-        if crude_sample is None:
-            return None
-        sample = cook_sample(crude_sample)
+        sample = cook_sample(self.tolerant_reader[sample_index])
         if not with_media:
             sample.media_bytes |= {name: b"" for name in self.member_names if name != TEXT_MEMBER}
         return sample
@@ -265,14 +183,12 @@ class SampleReader:
 
 
 def open_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEncoder:
-    """The loader's encoder, which neither logs nor stops at unusable samples.
+    """The loader's encoder, which does not log unusable samples.
 
     Raises:
         ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
     """
-    encoder = _QuietEncoder(data_config, spec, hf_dir)
-    encoder.max_consecutive_refusals = 1 << 62
-    return encoder
+    return _QuietEncoder(data_config, spec, hf_dir)
 
 
 class _QuietEncoder(RowEncoder):

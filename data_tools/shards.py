@@ -27,11 +27,11 @@ from megatron_vl.data.sample.written_numbers import dump_json
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.system import durable_files
-from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256
 
 from .formats import Conversation
 from .media import is_embedded
+from .records import ConvertError
 
 MEDIA_NAMES_FILE = "media_names.jsonl"
 """For each sample with files of media, a line with its key and their names in the record. Sorted by key."""
@@ -73,10 +73,6 @@ class WrittenShard:
 
     def record(self) -> dict[str, Any]:
         return {"samples": self.num_samples, "bytes": self.size_bytes, "sha256": self.sha256}
-
-
-class ShardError(UserError, ValueError):
-    """A shard could not be written as planned; the message names the file."""
 
 
 def store_sample(
@@ -274,7 +270,7 @@ def index_shard(shard_name: str, shard_number: int, num_samples: int, dataset_di
     """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index.
 
     Raises:
-        ShardError: Energon does not find all samples.
+        ConvertError: Energon does not find all samples.
     """
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
@@ -287,7 +283,7 @@ def index_shard(shard_name: str, shard_number: int, num_samples: int, dataset_di
     )
     found = sum(row.shard_info.count for row in rows if isinstance(row, IndexShardInfo))
     if found != num_samples:
-        raise ShardError(f"{tar_path}: Energon finds {found} of {num_samples} samples")
+        raise ConvertError(f"{tar_path}: Energon finds {found} of {num_samples} samples")
 
     durable_files.fsync_path(tar_path)  # here, so that the end need not wait for all of them
     rows = [row for row in rows if not isinstance(row, IndexShardInfo)]
@@ -307,9 +303,9 @@ class IndexWriter:
         self.written_shards: list[WrittenShard] = []
 
     def add_shard(self, shard: WrittenShard) -> None:
-        """Adds a shard to the index. Raises :class:`ShardError` at a shard that no loader would read."""
+        """Adds a shard to the index. Raises :class:`ConvertError` at a shard that no loader would read."""
         if len(self.written_shards) == MAX_SHARDS:
-            raise ShardError(
+            raise ConvertError(
                 f"{shard.name} is one more than the {MAX_SHARDS} shards that the loader reads of a data set;"
                 " convert the input in parts (--part)"
             )

@@ -1,15 +1,9 @@
-"""What a data set holds, counted over all samples from their sizes in the index.
-
-The samples themselves are not read. The number of rows that they fill is the one figure that is not a sum:
-the loader's own packing makes rows of them in random order. Of a large data set, it packs
-:data:`MAX_PACKED_SAMPLES` samples.
-"""
+"""What a data set holds, counted over all samples from their sizes in the index. They are not read."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -20,15 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data import planned_rows
-from megatron_vl.data.packing.fill_row import choose_row_samples
 from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.bad_samples import TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
 from megatron_vl.data.source.dataset_description import METADATA_DIR, read_description
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_sizes import (
     COORDINATE,
     SampleSizeCounter,
-    SizesError,
     compute_tokenization_id,
     missing_sizes_advice,
     open_stored_sizes,
@@ -37,14 +29,9 @@ from megatron_vl.system.plurals import pluralize
 
 from .sample_sources import SampleSource, read_sources
 
-MAX_PACKED_SAMPLES = 10_000
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
-PASS_COUNTS = (1, 2, 3)
-"""Numbers of passes whose steps are shown."""
 SAMPLE_QUANTITIES = ("tokens", "patches", "images", "videos")
 """What is known of each sample."""
-NOT_ENCODED = "excluded, or not encoded"
-"""Reason of samples without tokens for which the index has none."""
 
 IntegerArray = NDArray[np.int64]
 
@@ -55,16 +42,16 @@ class SourceSizes:
 
     source: SampleSource
     sizes: dict[str, IntegerArray]
-    """Quantity of :data:`SAMPLE_QUANTITIES` -> int64 [n], in the order of ``source.indices``. A sample that
-    cannot be used has no tokens."""
-    assistant_turns: int | None
-    """The assistant's turns in all samples; None if the source is a part of a data set's split."""
+    """Quantity of :data:`SAMPLE_QUANTITIES` -> int64 [n], in the order of the source. A sample that cannot be
+    used has no tokens."""
+    assistant_turns: int
+    """The assistant's turns in all samples."""
     left_out_masks: dict[str, NDArray[np.bool_]]
     """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
     left_out: Counter[str]
     """Number of samples that a run leaves out, by reason."""
     cut_samples: dict[int, IntegerArray]
-    """Samples that are cut, by their place in ``source.indices``: tokens and patches of each part that a run
+    """Samples that are cut, by their place in the source: tokens and patches of each part that a run
     reads, int64 [parts, 2]. Their ``sizes`` are the sums of these."""
     lost_exchanges: list[int]
     """Tokens of each exchange of these that does not fit into a row."""
@@ -86,7 +73,7 @@ class SourceSizes:
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """The sizes of all samples of a split, and rows made of them."""
+    """The sizes of all samples of a split."""
 
     data_config: DataConfig
     sources: list[SourceSizes]
@@ -119,11 +106,11 @@ class DatasetStatistics:
         return {"whole": whole_tokens - cut["tokens"], "cut": cut, "left_out": dict(+left_out_tokens)}
 
     def check_usable(self) -> None:
-        """Raises SizesError if no sample can be used."""
+        """Raises LoaderError if no sample can be used."""
         if not self.num_usable:
             refusals = BadSampleMeter(1.0)
             refusals.add_counts(0, self.left_out_reasons())
-            raise SizesError(
+            raise LoaderError(
                 f"no sample of {self.data_config.path} can be used ({refusals.counts_by_reason()})."
                 f" {refusals.advice_text()}"
             )
@@ -139,37 +126,26 @@ class DatasetStatistics:
         weights = np.repeat(sample_weights, list(map(len, values)))
         return np.concatenate(values), weights / weights.sum()
 
-    @cached_property
-    def row_quantities(self) -> dict[str, NDArray[np.float64]]:
-        """Share of tokens that are not padding, number of samples and of patches of packed rows: float64
-        [rows].
+    def pass_facts(self, global_batch_size: int) -> dict[str, Any]:
+        """The number of rows of one pass.
+
+        A pass draws as many samples as the data set has, by the sources' shares. Packed rows are nearly full,
+        so their number is that of its tokens, or patches, divided by those of a row.
 
         Raises:
-            SizesError: no sample can be used.
+            LoaderError: no sample can be used.
         """
         self.check_usable()
-        rows = [np.array(row).sum(0) for row in _pack_rows(self.sources, self.data_config)]
-        tokens, patches, samples = np.array(rows, np.float64).T
-        return {"fill": tokens / self.data_config.seq_len, "samples": samples, "patches": patches}
-
-    def pass_facts(self, global_batch_size: int) -> dict[str, Any]:
-        """The number of rows of one pass, and of steps of :data:`PASS_COUNTS` passes.
-
-        A pass draws as many samples as the data set has, by the sources' shares. Its rows are its tokens
-        divided by those of a packed row.
-        """
-        # Without packing, every row holds one sample, so samples are counted instead of tokens.
-        packs = self.data_config.pack
-        units_per_row = self.row_quantities["fill"].mean() * self.data_config.seq_len if packs else 1.0
-        units_per_sample = 0.0
+        limits = {"tokens": self.data_config.seq_len, "patches": self.data_config.max_patches or math.inf}
+        rows_by_limit = dict.fromkeys(limits, 0.0)
         for each in self.sources:
+            draws = self.num_samples * each.source.share / len(each.source)
             rows_alone = each.num_usable - len(each.cut_samples) + each.num_parts
-            units = each.sizes["tokens"][each.usable_mask].sum() if packs else rows_alone
-            units_per_sample += each.source.share * units / len(each.source)
-
-        rows = math.ceil(self.num_samples * units_per_sample / units_per_row - 1e-6)
-        steps = {str(passes): math.ceil(passes * rows / global_batch_size) for passes in PASS_COUNTS}
-        return {"rows": rows, "global_batch_size": global_batch_size, "steps": steps}
+            for name, limit in limits.items():
+                size = each.sizes[name][each.usable_mask].sum() / limit
+                rows_by_limit[name] += draws * (size if self.data_config.pack else rows_alone)
+        rows = math.ceil(max(rows_by_limit.values()) - 1e-6)
+        return {"rows": rows, "global_batch_size": global_batch_size}
 
 
 def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "train") -> DatasetStatistics:
@@ -180,14 +156,13 @@ def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "trai
             settings of a run.
 
     Raises:
-        SizesError: a data set has no sizes for this tokenizer and chat template; the message names the
-            command that writes them.
-        LoaderError, DescriptionError: as :func:`~data_tools.sample_sources.read_sources`.
+        LoaderError: a data set has no sizes for this tokenizer and chat template; or as
+            :func:`~data_tools.sample_sources.read_sources`.
     """
     data_config = encoder.data_config
     drawn_sources = read_sources(data_config.path, split)
     if missing_reason := missing_sizes_advice(read_description(data_config.path), hf_dir, data_config, split):
-        raise SizesError(missing_reason)
+        raise LoaderError(missing_reason)
     sizes_name = compute_tokenization_id(hf_dir, encoder.spec, data_config)
     sample_sizes = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)
 
@@ -198,9 +173,7 @@ def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "trai
 def _source_sizes(
     source: SampleSource, sizes_name: str, sample_sizes: SampleSizeCounter, data_config: DataConfig
 ) -> SourceSizes:
-    stored_sizes = open_stored_sizes(
-        source.dataset.path / METADATA_DIR, sizes_name, source.dataset.excluded_names
-    )
+    stored_sizes = open_stored_sizes(source.dataset.path / METADATA_DIR, sizes_name)
     shard_bounds = list(pairwise(source.shard_starts))
     shard_sizes = [end - start for start, end in shard_bounds]
     begins = stored_sizes.first_sample_numbers(list(zip(source.shard_names, shard_sizes, strict=True)))
@@ -208,16 +181,14 @@ def _source_sizes(
     columns: list[tuple[IntegerArray, ...]] = [(np.zeros(0, np.int64),) * len(SAMPLE_QUANTITIES)]
     number_arrays = [np.zeros(0, np.int64)]
     for begin, (start, end) in zip(begins.tolist(), shard_bounds, strict=True):
-        first, stop = max(start, source.indices.start), min(end, source.indices.stop)
-        if first < stop:
-            sample_numbers = np.arange(first, stop, dtype=np.int64) - start + begin
+        if start < end:
+            sample_numbers = np.arange(begin, begin + end - start, dtype=np.int64)
             number_arrays.append(sample_numbers)
             columns.append(_shard_quantities(sample_sizes, stored_sizes, sample_numbers))
     sizes = dict(zip(SAMPLE_QUANTITIES, map(np.concatenate, zip(*columns, strict=True)), strict=True))
 
-    is_whole = source.num_samples == source.shard_starts[-1]
-    shard_facts = [stored_sizes.shard_facts[shard] for shard in source.shard_names] if is_whole else []
-    assistant_turns = sum(facts["turns"] for facts in shard_facts) if is_whole else None
+    shard_facts = [stored_sizes.shard_facts[shard] for shard in source.shard_names]
+    assistant_turns = sum(facts["turns"] for facts in shard_facts)
     too_long = sizes["tokens"] > data_config.seq_len
     too_large = ~too_long & (sizes["patches"] > (data_config.max_patches or math.inf))
     cut_samples, lost_exchanges = {}, []
@@ -235,7 +206,6 @@ def _source_sizes(
     left_out_masks = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
 
     reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
-    reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
     reasons += Counter({reason: int(left_out_masks[reason].sum()) for reason in (TOO_LONG, TOO_MANY_PATCHES)})
     return SourceSizes(source, sizes, assistant_turns, left_out_masks, reasons, cut_samples, lost_exchanges)
 
@@ -255,55 +225,12 @@ def _shard_quantities(
     return *tokens_and_patches, count(frames == 0), count((frames > 0) & (frames != COORDINATE))
 
 
-def _pack_rows(
-    all_sources: Sequence[SourceSizes], data_config: DataConfig
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Packs samples in random order, of each source as many as training draws from it.
-
-    Yields:
-        A row: (tokens, patches, 1) of each sample.
-    """
-    random_generator = np.random.default_rng(0)
-    max_samples = min(MAX_PACKED_SAMPLES, sum(len(source_sizes.source) for source_sizes in all_sources))
-    drawn_samples = []
-    for each in all_sources:
-        tokens, patches = (each.sizes[name][each.usable_mask] for name in ("tokens", "patches"))
-        draw_share = each.source.share * len(tokens) / len(each.source)
-        num_drawn = max(1, round(max_samples * draw_share)) if len(tokens) else 0
-        # A source with fewer samples is repeated, as in training.
-        drawn_indices = np.resize(random_generator.permutation(len(tokens)), num_drawn)
-        drawn_sizes = np.stack([tokens, patches], axis=1)[drawn_indices]
-        if each.cut_samples:
-            places = np.flatnonzero(each.usable_mask)[drawn_indices].tolist()
-            cut = [each.cut_samples.get(place, drawn_sizes[i : i + 1]) for i, place in enumerate(places)]
-            drawn_sizes = np.concatenate(cut)
-        drawn_samples.append(np.pad(drawn_sizes, ((0, 0), (0, 1)), constant_values=1))
-    waiting_samples = random_generator.permutation(np.concatenate(drawn_samples)).tolist()
-
-    buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1
-    while waiting_samples:
-        buffered_sizes: list[tuple[int, int]] = []
-        free_tokens = data_config.seq_len if data_config.pack else 0
-        for tokens, patches, _ in waiting_samples:
-            if len(buffered_sizes) >= buffer_size and free_tokens <= 0:
-                break
-            buffered_sizes.append((tokens, patches))
-            free_tokens -= tokens
-        chosen_indices = choose_row_samples(buffered_sizes, data_config.seq_len, data_config.max_patches)
-        yield [waiting_samples[i] for i in chosen_indices]
-        for i in reversed(chosen_indices):
-            del waiting_samples[i]
-
-
-def describe_values(
-    values: NDArray[Any], value_weights: NDArray[np.float64] | None = None
-) -> dict[str, float]:
+def describe_values(values: NDArray[Any], weight_of_value: NDArray[np.float64]) -> dict[str, float]:
     """Mean, smallest and largest value, and those that the shares :data:`QUANTILES` do not exceed.
 
     Args:
-        value_weights: weight of each value; they add up to 1. None: all are equal.
+        weight_of_value: weight of each value; they add up to 1.
     """
-    weight_of_value = np.full(len(values), 1 / len(values)) if value_weights is None else value_weights
     order = values.argsort(kind="stable")
     quantile_indices = np.searchsorted(
         weight_of_value[order].cumsum(), np.array(list(QUANTILES.values())) - 1e-9
@@ -314,7 +241,7 @@ def describe_values(
 
 
 def describe_pass(pass_facts: dict[str, Any]) -> str:
-    """``one pass over the data is about 120 rows, 15 steps at global_batch_size 8 (2 passes: 30, 3: 45)``.
+    """``one pass over the data is about 120 rows, 15 steps at global_batch_size 8``.
 
     Args:
         pass_facts: the result of :meth:`DatasetStatistics.pass_facts`.
@@ -324,8 +251,5 @@ def describe_pass(pass_facts: dict[str, Any]) -> str:
     if 0 < rows < step_rows:
         return f"{rows_text}; a step of {step_rows} rows reads the data about {step_rows / rows:.1f} times"
 
-    steps_once, steps_twice, steps_thrice = pass_facts["steps"].values()
-    return (
-        f"{rows_text}, {pluralize(f'{steps_once:,}', 'step')} at global_batch_size {step_rows}"
-        f" (2 passes: {steps_twice:,}, 3: {steps_thrice:,})"
-    )
+    steps = math.ceil(rows / step_rows)
+    return f"{rows_text}, {pluralize(f'{steps:,}', 'step')} at global_batch_size {step_rows}"

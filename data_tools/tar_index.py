@@ -108,7 +108,7 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
 
     Raises:
         TarIndexError: there are none, too many, or they have no common folder.
-        ObjectStoreError: as :func:`~megatron_vl.data.source.location.resolve_location`.
+        LoaderError: as :func:`~megatron_vl.data.source.location.resolve_location`.
     """
     paths: list[str] = []
     for given in inputs:
@@ -283,8 +283,7 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
         durable_files.open_new_file(index.out_dir / "quarantine.jsonl") as quarantine_file,
         (new_dir / SPANS_FILE).open("wb") as spans_file,
     ):
-        facts = lambda: {"content": content_hasher.hexdigest()[:32]}  # noqa: E731  # after the last tar
-        write_sizes(sizes_dir, sizes_by_tar(), facts, lambda _: None)
+        write_sizes(sizes_dir, sizes_by_tar(), lambda: content_hasher.hexdigest()[:32], lambda _: None)
     root = "." if index.root == index.out_dir.absolute() else index.root
     texts = {
         "index.uuid": content_hasher.hexdigest()[:32],

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import file_sha256
 from megatron_vl.system.progress_bar import progress
 
+from .records import ConvertError
 from .shards import CONVERSION_FILE, METADATA_DIR
-
-
-class VerifyError(UserError, ValueError):
-    """A folder that cannot be checked; the message says why."""
 
 
 def verify_dataset(dataset_dir: Path) -> tuple[int, list[str]]:
@@ -23,7 +19,7 @@ def verify_dataset(dataset_dir: Path) -> tuple[int, list[str]]:
         The number of shards, and one line for each shard that is not as written.
 
     Raises:
-        VerifyError: the folder is not a complete data set of ``megatron-vl data convert``.
+        ConvertError: the folder is not a complete data set of ``megatron-vl data convert``.
     """
     if part_dirs := sorted(dataset_dir.glob("part-*-of-*")):
         results = [verify_dataset(part_dir) for part_dir in part_dirs]
@@ -32,12 +28,12 @@ def verify_dataset(dataset_dir: Path) -> tuple[int, list[str]]:
     try:
         shard_records = json.loads(record_path.read_text())["shards"]
     except FileNotFoundError as error:
-        raise VerifyError(
+        raise ConvertError(
             f"{dataset_dir} is not a complete data set of "
             f"`megatron-vl data convert`: {record_path} is missing"
         ) from error
     except (ValueError, KeyError) as error:
-        raise VerifyError(f"{record_path} is damaged ({error}); convert the data again") from error
+        raise ConvertError(f"{record_path} is damaged ({error}); convert the data again") from error
     problems = []
     total_bytes = sum(shard_record["bytes"] for shard_record in shard_records.values())
     with progress(total_bytes, "bytes", "verifying") as show_progress:

@@ -10,7 +10,6 @@ preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys tha
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, Literal
 
 from megatron_vl.data.sample.boxes import FRAMES, MARKER
@@ -30,13 +29,11 @@ from .conversation import (
     add_system,
     check_answers,
     check_loss_weights,
-    check_result_counts,
     check_role_order,
     count_media,
     cut_unfinished_turns,
     record_identity,
     refuse_listed_audio,
-    shorten_value,
 )
 from .loss_weights import RECORD_WEIGHT_KEYS, apply_record_weight, read_loss_weight
 from .objects import ObjectReader
@@ -51,7 +48,7 @@ from .record_reader import (
     RecordReader,
     refuse_unread_keys,
 )
-from .tool_calls import drop_null_arguments, read_template_arguments, read_tools
+from .tool_calls import read_template_arguments, read_tools
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
@@ -64,8 +61,6 @@ FORMATS: dict[str, RecordFormat] = {
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
-READ_FIELDS = (*CONVERSATION_FIELDS, *QUESTION_FIELDS, *ANSWER_FIELDS, *documents.FIELDS)
-"""Fields that tell the format."""
 USUAL_COLUMNS = {
     "user": ("question", *QUESTION_FIELDS, "user", "human", "problem", "input"),
     "assistant": ("answer", *ANSWER_FIELDS, "assistant", "gpt", "solution"),
@@ -143,13 +138,11 @@ def read_conversation(
     check_loss_weights(messages, record_format.turns_field)
 
     tools = read_tools(record)
-    drop_null_arguments(messages, tools)
     try:
         messages = order_results(messages)
         check_control_tokens(messages, tools)
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
-    check_result_counts(messages, record_format.turns_field)
     objects = object_reader.take_objects(messages)
     return Conversation(
         messages,
@@ -226,14 +219,6 @@ def _format_advice(record: dict[str, Any]) -> str:
         columns = ",".join(f"{key}={part}" for part, key in parts.items() if key)
         is_marked = MEDIA_MARKER.search(str(record[parts["user"]])) or not (parts["image"] or parts["video"])
         return f"give --columns {columns}{'' if is_marked else ' --missing-markers first'}"
-    for key in sorted(record.keys() - READ_FIELDS):
-        items = record[key] if isinstance(record[key], list) else []
-        inner_keys = {name for item in items if isinstance(item, dict) for name in item}
-        if inner_keys & {*READ_FIELDS}:
-            return f"its {shorten_value(key)} holds records: make that list the file"
-        turns = ["messages"] if inner_keys & {"role", "from"} else []
-        if near := turns or difflib.get_close_matches(key, READ_FIELDS, 1, 0.75):
-            return f"rename {shorten_value(key)} to {near[0]!r}"
     return (
         f"formats have {', '.join(CONVERSATION_FIELDS)}, a question ({', '.join(QUESTION_FIELDS)}) and its"
         f" answer ({', '.join(ANSWER_FIELDS)}), or {', '.join(documents.FIELDS)}; or name the columns with"

@@ -9,7 +9,6 @@ with an object of arguments) and ``loss_weight`` (a float; without it the weight
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from megatron_vl.data.sample.conversation_checks import find_special_token
@@ -123,7 +122,7 @@ def add_system(record: dict[str, Any], messages: list[Message], turns_field: str
     if record.get("system") in (None, ""):
         return
     system_prompt = checked_text(record["system"], "system")
-    refuse_audio_in(system_prompt, "system", match_anywhere=False)
+    refuse_audio_in(system_prompt, "system")
     if messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     elif messages[0]["content"] != system_prompt:
@@ -170,17 +169,6 @@ def cut_unfinished_turns(messages: list[Message]) -> list[Message]:
     return unfinished
 
 
-def check_result_counts(messages: list[Message], turns_field: str) -> None:
-    """Raises RecordError if a turn's calls have results, but not one for each of them."""
-    num_calls = 0
-    for are_results, group in groupby(messages, lambda message: message["role"] == "tool"):
-        turns = list(group)
-        if are_results and len(turns) != num_calls:
-            detail = f"{num_calls} calls have {len(turns)} results; each call needs one result"
-            raise RecordError("results and calls differ", detail, turns_field)
-        num_calls = len(turns[-1].get("tool_calls", ()))
-
-
 def check_answers(messages: list[Message], turns_field: str) -> None:
     """Raises RecordError if an answer has neither text nor calls.
 
@@ -211,9 +199,9 @@ def refuse_listed_audio(json_object: dict[str, Any], field_prefix: str) -> None:
         raise unsupported_audio_error(f"{key!r}, {shorten_value(json_object[key])},", f"{field_prefix}{key}")
 
 
-def refuse_audio_in(text: str, field_path: str, match_anywhere: bool) -> None:
+def refuse_audio_in(text: str, field_path: str) -> None:
     """Raises RecordError if :func:`data_tools.audio.find_audio_placeholder` finds a placeholder."""
-    placeholder_text = audio.find_audio_placeholder(text, match_anywhere)
+    placeholder_text = audio.find_audio_placeholder(text)
     if placeholder_text is not None:
         advice = "; if the text is about the tag, write it as code (`<audio>`)"
         raise unsupported_audio_error(shorten_value(placeholder_text), field_path, advice)

@@ -1,6 +1,6 @@
 """Reads loss weights as they are spelled in the wild, for a record and for its turns.
 
-A turn's weight is ``loss_weight`` (LLaMA-Factory v1), ``weight`` (OpenAI, OpenChat), ``loss`` (ms-swift:
+A turn's weight is ``loss_weight``, ``weight`` (OpenAI, OpenChat), ``loss`` (ms-swift:
 false, true or a number), ``loss_scale``, or ``train`` (Axolotl: false or true). A record's weight is
 ``loss_weight``, ``sample_weight`` or ``weight``; it multiplies those of its turns.
 """

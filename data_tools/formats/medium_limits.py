@@ -14,7 +14,7 @@ from megatron_vl.data.sample.frame_archive import is_frame_rate
 from megatron_vl.data.sample.grids import AREA_LIMITS, CLIP_LIMITS, FRAME_LIMITS, TIMES_LIMIT
 
 from .conversation import RecordError, shorten_value
-from .frame_sequence import FrameSequence, may_be_frame_folder, parse_number
+from .frame_sequence import FrameSequence, parse_number
 
 REASON = "bad limits of a medium"
 LARGEST = 1e15
@@ -38,11 +38,8 @@ def read_medium_limits(
     Raises:
         RecordError: a limit has no possible value, or two contradict each other.
     """
-    is_list = isinstance(medium, FrameSequence) and not isinstance(medium.images, str)
-    names: tuple[str, ...] = AREA_LIMITS
-    if media_kind == "video" and not is_list:
-        is_folder = isinstance(medium, FrameSequence) or may_be_frame_folder(medium)
-        names += FRAME_LIMITS[is_folder:]  # the first is the rate of a folder's images
+    is_list = isinstance(medium, FrameSequence)
+    names = AREA_LIMITS + (FRAME_LIMITS if media_kind == "video" and not is_list else ())
     limits: dict[str, Any] = {
         name: _read_number(name, json_object[name], f"{key_prefix}{name}")
         for name in names

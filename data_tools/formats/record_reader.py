@@ -23,7 +23,7 @@ from .conversation import (
     shorten_value,
     unsupported_audio_error,
 )
-from .frame_sequence import FrameSequence, may_be_frame_folder, read_frame_rate
+from .frame_sequence import FrameSequence, read_frame_rate
 from .loss_weights import RECORD_WEIGHT_KEYS, TURN_WEIGHT_KEYS, apply_turn_weight
 from .medium_limits import read_medium_limits
 
@@ -45,16 +45,7 @@ ROLE_SPELLINGS = {
 """What each spelling of a role stands for; ``call`` is an assistant's turn whose text is a call."""
 MEDIA_MARKER = re.compile("(<image>|<video>)")
 MEDIA_KINDS = ("image", "video")
-CONTENT_PART_TYPES = (
-    "text",
-    "image",
-    "image_url",
-    "video",
-    "video_url",
-    "reasoning",
-    "thinking",
-    "tool_call",
-)
+CONTENT_PART_TYPES = ("text", "image", "image_url", "video", "video_url")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 ROLE_TURN_KEYS = {
     "assistant": ("tool_calls", "function_call", "tool_call_id", "name", *REASONING_KEYS, *TURN_WEIGHT_KEYS),
@@ -204,14 +195,9 @@ class RecordReader:
                 raise RecordError("bad media reference", "a video of no frames", field_path)
             located_images = _located_items(media_value, field_path)
             images = tuple(self.reference_in_folder(image, path) for image, path in located_images)
-            rate_key, fps = read_frame_rate(parent_object, key_prefix, is_image_list=True)
+            rate_key, fps = read_frame_rate(parent_object, key_prefix)
             return FrameSequence(images, fps), rate_key
-
-        reference = self.reference_in_folder(media_value, field_path)
-        if media_kind == "video" and may_be_frame_folder(reference):
-            rate_key, fps = read_frame_rate(parent_object, key_prefix, is_image_list=False)
-            return (FrameSequence(reference, fps), rate_key) if rate_key else (reference, None)
-        return reference, None
+        return self.reference_in_folder(media_value, field_path), None
 
     def reference_in_folder(self, media_value: Any, field_path: str) -> Any:
         """The reference of a medium, in the record's folder."""
@@ -292,7 +278,7 @@ class RecordReader:
             turn_content = ""
         message = self.read_content("assistant", turn_content, f"{field_path}.{content_field}")
         if turn_calls:
-            message["tool_calls"] = [*message.get("tool_calls", []), *turn_calls]
+            message["tool_calls"] = turn_calls
         self.add_turn_reasoning(message, turn, field_path)
         return message
 
@@ -306,19 +292,8 @@ class RecordReader:
             message["content"] = join_text_parts(self.text_parts(text, strips))
             return message
 
-        parts: list[dict[str, Any]] = []
-        for item, part_path in _located_items(turn_content, field_path):
-            for part in self.read_part(item, part_path):
-                part_type = part["type"]
-                if part_type in ("text", *MEDIA_KINDS):
-                    parts.append(part)
-                elif role != "assistant":
-                    detail = f"a content part of type {part_type!r} in the {role}'s turn"
-                    raise RecordError("unknown content part", detail, part_path)
-                elif part_type == "reasoning":
-                    message["reasoning_content"] = message.get("reasoning_content", "") + part["text"]
-                else:
-                    message.setdefault("tool_calls", []).append(part["call"])
+        located = _located_items(turn_content, field_path)
+        parts = [part for item, part_path in located for part in self.read_part(item, part_path)]
         message["content"] = join_text_parts(parts)
         return message
 
@@ -338,10 +313,9 @@ class RecordReader:
         """Refuses a turn whose text has a placeholder for a sound."""
         for item, text_path in _located_items(turn_content, field_path):
             if isinstance(item, dict):
-                key = "text" if item.get("text") is not None else "value"
-                item, text_path = item.get(key), f"{text_path}.{key}"
+                item, text_path = item.get("text"), f"{text_path}.text"
             if isinstance(item, str):
-                refuse_audio_in(item, text_path, match_anywhere=any(self.listed_counts.values()))
+                refuse_audio_in(item, text_path)
 
     def text_parts(self, marked_text: str, strip_text: bool = False) -> list[dict[str, Any]]:
         """The parts of a text with markers, with the next listed medium in the place of each marker.
@@ -361,9 +335,9 @@ class RecordReader:
         ]
 
     def read_part(self, item: Any, field_path: str) -> list[dict[str, Any]]:
-        """Reads a typed part: its reference is in the field of its type (``image``, ``image_url``, ...), in
-        ``value`` (LLaMA-Factory v1), or listed separately. A part without a type has one of the keys
-        ``text``, ``image`` and ``video``, as Qwen's API writes it."""
+        """Reads a typed part: its reference is in the field of its type (``image``, ``image_url``, ...), or
+        listed separately. A part without a type has one of the keys ``text``, ``image`` and ``video``, as
+        Qwen's API writes it."""
         if isinstance(item, str):
             return self.text_parts(checked_text(item, field_path))
 
@@ -382,18 +356,10 @@ class RecordReader:
                 field_path,
             )
 
-        if part_type in ("text", "reasoning", "thinking", "tool_call"):
-            return self.read_text_part(item, part_type, field_path)
-        return [self.read_media_part(item, part_type, field_path)]
-
-    def read_text_part(self, item: dict[str, Any], part_type: str, field_path: str) -> list[dict[str, Any]]:
-        key = next((key for key in (part_type, "text", "value") if item.get(key) is not None), "text")
-        self.note_ignored_keys("content parts", item, "type", key)
-        value = item.get(key)
-        if part_type == "tool_call":
-            return [{"type": "tool_call", "call": tool_calls.read_tool_call(value, f"{field_path}.{key}")}]
-        text = checked_text(value, f"{field_path}.{key}")
-        return self.text_parts(text) if part_type == "text" else [{"type": "reasoning", "text": text}]
+        if part_type != "text":
+            return [self.read_media_part(item, part_type, field_path)]
+        self.note_ignored_keys("content parts", item, "type", "text")
+        return self.text_parts(checked_text(item.get("text"), f"{field_path}.text"))
 
     def read_media_part(self, item: dict[str, Any], part_type: str, field_path: str) -> dict[str, Any]:
         media_kind = part_type.removesuffix("_url")
@@ -405,7 +371,7 @@ class RecordReader:
                 )
                 raise RecordError("two media in a part", detail, f"{field_path}.{conflicting_key}")
 
-        reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path", "value")
+        reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path")
         reference_key = next((key for key in reference_keys if item.get(key) is not None), None)
         media_value = item[reference_key] if reference_key else None
         prefix, value_prefix = f"{field_path}.", f"{field_path}.{reference_key}."

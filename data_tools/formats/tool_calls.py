@@ -154,35 +154,6 @@ def read_tool_call(call: Any, field_path: str) -> dict[str, Any]:
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 
-def drop_null_arguments(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
-    """Removes null arguments that belong to another function of the record and not to the one that is called.
-
-    Tables fill them in where calls of several functions share a column, and whoever writes such a table as
-    JSON keeps them. A template would write them into the call.
-    """
-    parameters_by_function = {tool["function"]["name"]: _parameter_names(tool["function"]) for tool in tools}
-    all_parameters = set().union(*parameters_by_function.values())
-    for message in messages:
-        for call in message.get("tool_calls") or ():
-            function = call["function"]
-            function_parameters = parameters_by_function.get(function["name"])
-            if function_parameters is None:
-                continue
-            fillers = all_parameters - function_parameters
-            function["arguments"] = {
-                name: value
-                for name, value in function["arguments"].items()
-                if value is not None or name not in fillers
-            }
-
-
-def _parameter_names(function: dict[str, Any]) -> set[str]:
-    """The names of a function's parameters, as far as it describes them."""
-    parameter_schema = function.get("parameters")
-    properties = parameter_schema.get("properties") if isinstance(parameter_schema, dict) else None
-    return set(properties) if isinstance(properties, dict) else set()
-
-
 def read_tool_calls(turn: dict[str, Any], field_prefix: str) -> list[dict[str, Any]]:
     """The calls of an assistant's turn: ``tool_calls``, or one ``function_call`` (OpenAI's first form)."""
     calls, function_call = turn.get("tool_calls"), turn.get("function_call")

@@ -23,7 +23,7 @@ OPENAI = RecordFormat(
     lambda record: record.get("messages") is not None,
     read_fields=("parallel_tool_calls", "extra_info", "_dataset_name"),
 )
-"""TRL, ms-swift and LLaMA-Factory v1 have it too. ``<image>`` in a text stands for an entry of ``image(s)``,
+"""TRL and ms-swift have it too. ``<image>`` in a text stands for an entry of ``image(s)``,
 as in ShareGPT; where media are content parts, it is text."""
 QWEN = RecordFormat(
     "qwen",

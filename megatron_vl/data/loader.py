@@ -19,18 +19,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.energon.metadataset.loader_interface import LoadedDataset
-
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlanningContext
-from megatron_vl.data.row_encoder import MAX_CONSECUTIVE_REFUSALS, RawSample, RowEncoder, cook_sample
+from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.row_loader import PIXEL_FIELDS, PROCESSOR_PREFIX, STATE_VERSION, RowLoader
-from megatron_vl.data.source.blend import BlendSource, list_names
-from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, read_description
-from megatron_vl.data.source.energon_datasets import load_datasets, open_sample_reader
+from megatron_vl.data.source.blend import BlendSource
+from megatron_vl.data.source.dataset_description import SplitFacts, read_description
+from megatron_vl.data.source.energon_datasets import SplitShards, load_datasets, open_sample_reader
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.spec.families import ModelSpec
@@ -64,19 +63,17 @@ def build_loader(
         epochs: number of passes over the data; 0: the rows never end.
 
     Raises:
-        LoaderError: the folder is not a data set, or the split or a drawn source of it is empty.
-        SizesError: a data set has no sizes for this tokenizer and chat template.
-        DescriptionError: the data set's description could run code or leads out of its folder.
+        LoaderError: the folder is not a data set; the split or a drawn source of it is empty, or has no sizes
+            for this tokenizer and chat template; or its description could run code or leads elsewhere.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
     split_facts = split_facts or read_description(data_config.path).split_facts("train")
     # Workers are forked, which the tokenizer's own threads would not survive.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
+    row_encoder = _make_row_encoder(data_config, spec, hf_dir)
     blend_sources, datasets = load_datasets(split_facts)
     if empty_sources := [s.source_name for s in blend_sources if s.sample_share and not s.sample_count]:
-        advice = "widen its subset, or leave it out"
-        raise LoaderError(f"{data_config.path}: {list_names(empty_sources)} has no samples; {advice}")
+        raise LoaderError(f"{data_config.path}: {', '.join(empty_sources)} has no samples; leave it out")
     if len(blend_sources) > 1:
         row_encoder.source_names = tuple(source.source_name for source in blend_sources)
 
@@ -111,10 +108,6 @@ def _loader_identity(
         # Those that come from the processor's files, such as processor.patch_size.
         **{f"{PROCESSOR_PREFIX}{name}": value for name, value in pixel_settings.items()},
     }
-    if data_config.shuffle:
-        identity["shuffle_block"] = planned_rows.SHUFFLE_BLOCK
-    if data_config.pack:
-        identity["packing_buffer"] = planned_rows.PACKING_BUFFER
     if chat_encoder.template_writes_thinking:
         identity |= dataclasses.asdict(chat_encoder.thinking_rule)
     return identity
@@ -136,7 +129,7 @@ def validation_rows(
         split_facts: as for :func:`build_loader`.
     """
     split_facts = split_facts or read_description(data_config.path).split_facts(split_name)
-    row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
+    row_encoder = _make_row_encoder(data_config, spec, hf_dir)
     buffer_size = planned_rows.PACKING_BUFFER if data_config.pack else 1
     limits = (data_config.seq_len, data_config.max_patches)
     waiting: list[RawSample] = []
@@ -160,28 +153,23 @@ def validation_rows(
 
 
 def _samples_in_order(
-    row_encoder: RowEncoder, blend_sources: Sequence[BlendSource], loaded_datasets: Sequence[LoadedDataset]
+    row_encoder: RowEncoder, blend_sources: Sequence[BlendSource], datasets: Sequence[SplitShards]
 ) -> Iterator[RawSample]:
     """All samples of all sources, and the parts of those that are cut, one after the other."""
-    for source, loaded in zip(blend_sources, loaded_datasets, strict=True):
-        read_ahead = ReadAhead([loaded.dataset], READ_TOGETHER, block_count=1, rank_count=1)
-        reader = open_sample_reader(loaded.dataset, partial(read_ahead.take, 0))
-        end = source.first_sample + source.sample_count
-        for index in range(source.first_sample, end):
-            if (index - source.first_sample) % READ_AHEAD == 0:
-                read_ahead.expect((0, i) for i in range(index, min(index + READ_AHEAD, end)))
-            crude_sample = reader[index]
-            if crude_sample is not None:  # otherwise, the data set's description excludes it
-                sample = row_encoder.preencode_sample(cook_sample(crude_sample))
-                for part_index in range(len(sample.parts) or 1):
-                    yield row_encoder.sample_part(sample, part_index)
+    for source, dataset in zip(blend_sources, datasets, strict=True):
+        read_ahead = ReadAhead([dataset], READ_TOGETHER, block_count=1, rank_count=1)
+        reader = open_sample_reader(dataset, partial(read_ahead.take, 0))
+        for index in range(source.sample_count):
+            if index % READ_AHEAD == 0:
+                end = min(index + READ_AHEAD, source.sample_count)
+                read_ahead.expect((0, i) for i in range(index, end))
+            sample = row_encoder.preencode_sample(cook_sample(reader[index]))
+            for part_index in range(len(sample.parts) or 1):
+                yield row_encoder.sample_part(sample, part_index)
 
 
-def _make_row_encoder(
-    data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path, split_facts: SplitFacts
-) -> RowEncoder:
+def _make_row_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEncoder:
     row_encoder = RowEncoder(data_config, spec, hf_dir)
-    row_encoder.max_consecutive_refusals = max(MAX_CONSECUTIVE_REFUSALS, 3 * split_facts.largest_shard)
     pixels, vision = row_encoder.pixel_settings, spec.vision
     processor_sizes = (pixels.patch_size, pixels.merge_size, pixels.temporal_patch_size)
     model_sizes = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)

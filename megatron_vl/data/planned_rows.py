@@ -20,7 +20,6 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from megatron.energon.metadataset.loader_interface import LoadedDataset
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.signal_handling import _remove_worker_pids
@@ -29,8 +28,9 @@ from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedSample
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.row_encoder import RowEncoder, cook_sample
 from megatron_vl.data.source.blend import BlendSource
-from megatron_vl.data.source.dataset_description import METADATA_DIR, LoaderError
-from megatron_vl.data.source.energon_datasets import SizedSource, open_sample_reader
+from megatron_vl.data.source.dataset_description import METADATA_DIR
+from megatron_vl.data.source.energon_datasets import SizedSource, SplitShards, open_sample_reader
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter
 from megatron_vl.data.source.store_reading import ReadAhead, StoreSamples
@@ -54,8 +54,8 @@ class PlanningContext:
     """What each process needs to plan the batches of a run and to read its rows.
 
     Args:
-        loaded_datasets: Energon's data sets.
-        blend_sources: the sources of the blend that these data sets belong to, in the same order.
+        datasets: the shards of each source.
+        blend_sources: these sources, in the same order.
         tokenization_id: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
         rows_per_step: number of rows of a step, on all ranks.
         epochs: number of passes over the data; 0: they never end.
@@ -63,7 +63,7 @@ class PlanningContext:
 
     def __init__(
         self,
-        loaded_datasets: Sequence[LoadedDataset],
+        datasets: Sequence[SplitShards],
         blend_sources: Sequence[BlendSource],
         tokenization_id: str,
         row_encoder: RowEncoder,
@@ -71,7 +71,7 @@ class PlanningContext:
         epochs: int = 0,
     ) -> None:
         self.epochs = epochs
-        self.datasets: list[Any] = [loaded.dataset for loaded in loaded_datasets]
+        self.datasets = list(datasets)
         self.blend_sources = list(blend_sources)
         self.row_encoder = row_encoder
         self.rows_per_step = rows_per_step
@@ -93,12 +93,8 @@ class PlanningContext:
             data_config.seed,
             is_shuffled=data_config.shuffle,
             source_keys=[source.source_key for source in sources],
-            first_indices=[source.first_sample for source in sources],
             draws_per_pass=[source.draws_per_pass for source in sources],
-            shard_sizes=[
-                sized_source.shard_sizes(source.first_sample, source.sample_count)
-                for sized_source, source in zip(self.sized_sources, sources, strict=True)
-            ],
+            shard_sizes=[sized_source.shard_sizes for sized_source in self.sized_sources],
             block_size=SHUFFLE_BLOCK,
         )
         draw_limit = None
@@ -277,11 +273,7 @@ def read_planned_row(
     crude_samples = [readers[planned.source][planned.index] for planned in samples]
     encoded_samples = []
     for planned, crude_sample in zip(samples, crude_samples, strict=True):
-        if crude_sample is None:
-            continue  # the data set's description excludes it
-        sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source), planned.part)
-        if sample.refused and row_encoder.is_counted_refusal:
-            continue
+        sample = row_encoder.preencode_sample(cook_sample(crude_sample, planned.source))
         if planned.part < max(1, len(sample.parts)):
             sample = row_encoder.sample_part(sample, planned.part)
 

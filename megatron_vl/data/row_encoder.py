@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.energon.errors import FatalSampleError
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
@@ -33,7 +32,7 @@ from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pa
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.sample.boxes import SampleObjects
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
-from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S, SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample.deadline import SampleTimeoutError, check_time, limited_time
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import UnusableError, decode_media_planes, stored_media_grid
 from megatron_vl.data.sample.parts import ExchangeStart, SamplePart, cut_conversation, cut_document
@@ -45,10 +44,9 @@ from megatron_vl.data.source.bad_samples import (
     NOT_IN_CHAT_TEMPLATE,
     TOO_LONG,
     TOO_MANY_PATCHES,
-    BadSampleMeter,
     DroppedSample,
 )
-from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, is_crc32_wrong
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
@@ -56,9 +54,6 @@ from megatron_vl.system.errors import is_machine_fault
 
 log = logging.getLogger(__name__)
 
-MAX_CONSECUTIVE_REFUSALS = 1000
-"""Number of consecutive unusable samples at which a worker stops, so that it does not search forever. It is
-three times the largest shard if that is more, so that missing shards do not end a run that has others."""
 MAX_LOGGED_PER_REASON = 10
 """Number of unusable samples of one reason that a process logs."""
 MAX_REMEMBERED_SAMPLES = 8
@@ -142,7 +137,6 @@ class RowEncoder:
             data_config.template_arguments,
         )
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
-        self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
         self.source_names: tuple[str, ...] = ()
         """Names of the sources of a blend. If it is not empty, rows say which source each sample is from."""
         self._reset_counts()
@@ -152,15 +146,8 @@ class RowEncoder:
         """Tokens, loss mask and parts of the last samples in several parts."""
         self.dropped_counts: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
-        self.refusal_meter = BadSampleMeter(1.0)
-        """Counts the unusable samples, for the message if too many come one after the other."""
         self.logged_samples: dict[str, set[tuple[str, ...]]] = {}
         """The samples whose message was logged, by reason."""
-        self.consecutive_refusals = 0
-        self.last_refused: tuple[int, str, str] | None = None
-        self.last_refused_part = 0
-        self.is_counted_refusal = False
-        """Whether the last refused sample was counted with an earlier part."""
 
     def copy_for_process(self) -> RowEncoder:
         """A copy with separate counts, for one process."""
@@ -168,34 +155,22 @@ class RowEncoder:
         process_encoder._reset_counts()
         return process_encoder
 
-    def preencode_sample(self, sample: RawSample, part: int = 0) -> RawSample:
+    def preencode_sample(self, sample: RawSample) -> RawSample:
         """Tokenizes a sample without decoding its media. An unusable sample comes back ``refused``.
-
-        Args:
-            part: the part that is needed, if the sample is cut.
 
         Raises:
             LoaderError: the data set was not written by this toolkit.
-            FatalSampleError: too many consecutive samples are unusable.
         """
         try:
-            self._encode_sample(sample)
-            self.consecutive_refusals = 0
+            with limited_time():
+                self._encode_sample(sample)
             return sample
         except Exception as error:  # a sample from outside may cause any error
             if is_machine_fault(error):
                 raise
             refusal = refusal_of_error(error)
 
-        reason, detail, size = refusal.reason, str(refusal), refusal.size
-        place = (sample.source_index, sample.shard_name, sample.key)
-        # Each part of a sample is read on its own, and all are refused together. A whole sample that is drawn
-        # again counts again.
-        is_part = bool(part or self.last_refused_part)
-        self.is_counted_refusal = is_part and place == self.last_refused
-        self.last_refused, self.last_refused_part = place, part
-        if not self.is_counted_refusal:
-            self._count_refusal(sample.key, reason, detail, size)
+        reason, detail = refusal.reason, str(refusal)
         self._log_bad_sample(sample, reason, detail)
         return RawSample(
             sample.key,
@@ -204,21 +179,9 @@ class RowEncoder:
             sample.shard_name,
             sample.source_index,
             refused=(reason, detail),
-            refused_size=size,
+            refused_size=refusal.size,
             source=_source_text(sample.json_bytes),
         )
-
-    def _count_refusal(self, key: str, reason: str, detail: str, size: int) -> None:
-        """Counts an unusable sample. Raises FatalSampleError if too many came one after the other."""
-        self.consecutive_refusals += 1
-        self.refusal_meter.add_counts(0, {reason: 1}, {reason: {"size": size, "data_sets": []}})
-        if self.consecutive_refusals >= self.max_consecutive_refusals:
-            detail = " ".join(detail.split())  # in one line, as the message's reader expects
-            raise FatalSampleError(
-                f"{self.consecutive_refusals} samples in a row cannot be used"
-                f" ({self.refusal_meter.counts_by_reason()}); the last: {key}: {detail}."
-                f" {self.refusal_meter.advice_text()}"
-            )
 
     def _encode_sample(self, sample: RawSample) -> None:
         record = json.loads(checked_json_bytes(sample), parse_float=read_number)
@@ -246,7 +209,6 @@ class RowEncoder:
                 objects.written_messages(),
                 sample.grids,
                 record.get("tools", ()),
-                SampleDeadline(SAMPLE_TIMEOUT_S),
                 record.get("chat_template_kwargs"),
             )
             tokens, mask = encode_conversation()
@@ -352,34 +314,31 @@ class RowEncoder:
         """Decodes the media of a sample, which must not be refused."""
         problem: UnusableError | None = None
         media_items = []
-        deadline = SampleDeadline(SAMPLE_TIMEOUT_S)
-        for grid, record in zip(sample.grids, sample.media, strict=True):
-            try:
-                planes = self._decode_planes(record, sample.media_bytes[record["key"]], grid, deadline)
-            except UnusableError as error:
-                # The row is planned by now, so the sample stays in it with grey images and without loss.
-                problem = problem or error
-                shape = (1, grid.h * grid.w, 3 * self.pixel_settings.patch_size**2)
-                planes = torch.full(shape, GREY_VALUE, dtype=torch.uint8)
-            media_items.append(MediaItem(grid, planes))
+        with limited_time():
+            for grid, record in zip(sample.grids, sample.media, strict=True):
+                try:
+                    planes = self._decode_planes(record, sample.media_bytes[record["key"]], grid)
+                except UnusableError as error:
+                    # The row is planned by now, so the sample stays in it with grey images and without loss.
+                    problem = problem or error
+                    shape = (1, grid.h * grid.w, 3 * self.pixel_settings.patch_size**2)
+                    planes = torch.full(shape, GREY_VALUE, dtype=torch.uint8)
+                media_items.append(MediaItem(grid, planes))
 
         loss_mask = sample.loss_mask
         if problem:
             loss_mask = torch.zeros_like(loss_mask)
             self._record_dropped(sample, problem.reason, str(problem))
-            self.refusal_meter.add_counts(0, {problem.reason: 1})
             self._log_bad_sample(sample, problem.reason, str(problem))
         return TokenizedSample(sample.token_ids, loss_mask, media_items)
 
-    def _decode_planes(
-        self, record: dict[str, Any], media_bytes: bytes, grid: GridTHW, deadline: SampleDeadline
-    ) -> Tensor:
+    def _decode_planes(self, record: dict[str, Any], media_bytes: bytes, grid: GridTHW) -> Tensor:
         kind, name = record["kind"], f"{record['kind']} {record['key']}"
         if "crc32" in record and record["crc32"] != zlib.crc32(media_bytes):
             raise UnusableError(f"{kind} changed since conversion", f"the CRC-32 of {name} differs")
         try:
-            deadline.check_time()
-            return decode_media_planes(record, media_bytes, grid, self.pixel_settings, deadline)
+            check_time()
+            return decode_media_planes(record, media_bytes, grid, self.pixel_settings)
         except SampleTimeoutError as error:
             raise UnusableError("decoding takes too long", f"{name}: {error}") from error
         except Exception as error:  # decoders raise all kinds of errors on invalid bytes

@@ -18,13 +18,14 @@ from megatron_vl.data.packing.batch_planner import count_finished_draws
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
 from megatron_vl.data.sample.stop_tokens import serving_notes
-from megatron_vl.data.source.blend import blend_change_lines, list_names, read_saved_sources, summarize_blend
-from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.blend import blend_change_lines, read_saved_sources, summarize_blend
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.system.json_files import check_format_version
 
 STATE_VERSION = 1
-"""Version of a state's format, of the order of samples and of the planning of rows."""
+"""Version of a state's format, of the order of samples and of the planning of rows, which its constants
+determine."""
 PIXEL_FIELDS = tuple(
     "min_pixels max_pixels video_min_pixels video_max_pixels video_fps video_max_frames".split()
 )
@@ -36,10 +37,6 @@ ADVICE_BY_FIELD = {
     "chat_template": "give the chat template that the run began with (that of data.chat_template stands in"
     " run.json, among the fields)",
     "tokenizer": "give the tokenizer that the run began with",
-    "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
-    "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
-    "shuffle_block": "resume with the program that saved it",
-    "packing_buffer": "resume with the program that saved it",
 }
 
 FORMER_VALUES = {"learnt": "trained"}
@@ -159,6 +156,7 @@ class RowLoader:
             planner_state = self._rank_rows.planner_state
         return {
             "identity": self._identity,
+            # Version 0.2.0 names what has changed at a resume, and reads no state without them.
             "num_workers": self._data_config.num_workers,
             "ranks": self._dp_size,
             "rows_per_step": self._planning_context.rows_per_step,
@@ -188,7 +186,6 @@ class RowLoader:
             # Damage is found here, and not by the processes that plan.
             self._planning_context.make_planner()
             self._start_row = int(saved_state["rows"])
-            self._change_lines += self._parallelism_changes(saved_state)
             if self._identity["too_long"] == "cut" and "too_long" not in saved_state["identity"]:
                 self._change_lines.append(
                     "conversations longer than a row are cut at whole exchanges from here on; version 0.2.0"
@@ -237,7 +234,7 @@ class RowLoader:
         new_sources = self._planning_context.blend_sources
         if not {one.source_key for one in old_sources} & {one.source_key for one in new_sources}:
             old_names, new_names = (
-                list_names([f"{one.source_name} ({one.sample_count:,} samples)" for one in sources])
+                ", ".join(f"{one.source_name} ({one.sample_count:,} samples)" for one in sources)
                 for sources in (old_sources, new_sources)
             )
             raise LoaderStateError(
@@ -249,23 +246,6 @@ class RowLoader:
             self._change_lines.append("the blend has changed; from here on:")
             self._change_lines += [f"  {line}" for line in change_lines]
 
-    def _parallelism_changes(self, saved_state: dict[str, Any]) -> list[str]:
-        """What differs from the run that saved."""
-        change_lines = []
-        worker_count, rows_per_step = self._data_config.num_workers, self._planning_context.rows_per_step
-        if (saved_state["ranks"], saved_state["num_workers"]) != (self._dp_size, worker_count):
-            change_lines.append(
-                f"the data continue on {self._dp_size} data-parallel ranks x {worker_count} workers, after"
-                f" {saved_state['ranks']} x {saved_state['num_workers']}: every step takes the same samples"
-                " as before"
-            )
-        if saved_state["rows_per_step"] != rows_per_step:
-            change_lines.append(
-                f"each step takes {rows_per_step} rows, after {saved_state['rows_per_step']}: samples keep"
-                " their order, and none is repeated or left out"
-            )
-        return change_lines
-
     def close(self) -> None:
         """Ends the worker processes. The loader cannot be used afterwards."""
         self._is_closed = True
@@ -275,9 +255,6 @@ class RowLoader:
 
 def _without_traceback(error_message: str) -> str:
     """The message of an error without the lines that torch adds, which hold a traceback."""
-    refusal_match = re.search(r"\d+ samples in a row cannot be used\b[^\n]*", error_message)
-    if refusal_match:
-        return refusal_match.group()
     raised_messages = re.findall(
         r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)", error_message, re.MULTILINE
     )

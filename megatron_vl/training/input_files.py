@@ -92,7 +92,7 @@ def _data_files(description: Description) -> list[Path]:
         return []
     if isinstance(description, DatasetDescription):
         return [description.path / METADATA_DIR / name for name in DATASET_FILES]
-    inner_files = (file for inner in description.inner_by_path.values() for file in _data_files(inner))
+    inner_files = (file for inner in description.dataset_by_path.values() for file in _data_files(inner))
     return [description.path, *inner_files]
 
 

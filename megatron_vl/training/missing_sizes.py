@@ -17,7 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.source.dataset_description import LoaderError, read_description
+from megatron_vl.data.source.dataset_description import read_description
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.parallel.start import exit_if_stop_requested

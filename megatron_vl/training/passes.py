@@ -54,7 +54,7 @@ def count_steps(resolved_run: ResolvedRun) -> int:
     A resumed run counts from its checkpoint, because its rows so far may have been planned for fewer passes.
 
     Raises:
-        LoaderError, SizesError: as :func:`~megatron_vl.data.loader.build_loader` raises them.
+        LoaderError: as :func:`~megatron_vl.data.loader.build_loader` raises them.
         CheckpointError: the checkpoint's state belongs to other data.
     """
     from megatron_vl.data.loader import build_loader  # it imports Energon

@@ -171,7 +171,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     if is_synthetic:
         from megatron_vl.data.synthetic import synthetic_identity  # it imports torch
 
-        facts_by_split = {"train": SplitFacts(synthetic_identity(config.data), largest_shard=0)}
+        facts_by_split = {"train": SplitFacts(synthetic_identity(config.data))}
         loader_digests = {}
     else:
         dataset_description = read_description(config.data.path)
@@ -193,8 +193,8 @@ def read_split_facts(
     """Reads the facts of each split that a run uses, about 60 bytes for each shard.
 
     Raises:
-        LoaderError: there is no data set, or one of these splits is empty.
-        DescriptionError: the data set's description could run code, or refers to files outside its folder.
+        LoaderError: there is no data set, one of these splits is empty, or its description could run code or
+            refers to files outside its folder.
     """
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 

@@ -7,11 +7,10 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from megatron.energon.flavors.webdataset.structs import DatasetSubset
-from megatron.energon.metadataset.metadataset_v2 import Subset
 
-from megatron_vl.data.source.blend import BlendError, read_blend_sources, summarize_blend
+from megatron_vl.data.source.blend import read_blend_sources, summarize_blend
 from megatron_vl.data.source.dataset_description import read_description
+from megatron_vl.data.source.location import LoaderError
 
 from .mixtures import identity, loader, write
 
@@ -48,32 +47,15 @@ def test_source_names_are_the_ends_of_paths(paths, names):
     assert [source.source_name for source in read_blend_sources(mixed(*map(part, paths)))] == names
 
 
-def test_source_names_prefer_given_names_after_that_of_the_mixture():
-    inner = mixed(part("a", called="charts\n2026"), part("b"))
-    sources = read_blend_sources(
-        mixed({"name": "math/meta.yaml", "called": "math", "data": inner}, part("c", called="charts"))
-    )
-    assert [source.source_name for source in sources] == ["math/charts 2026", "math", "charts"]
-
-
-def test_source_names_in_nested_files_are_relative():
-    one, two = (
-        {"name": f"{place}/meta.yaml", "data": mixed(part("charts"), part("../shared"))} for place in "ab"
-    )
-    names = [source.source_name for source in read_blend_sources(mixed(one, two))]
-    assert names == ["a/charts", "shared", "b/charts", "shared-2"]
+def test_source_names_prefer_given_names():
+    sources = read_blend_sources(mixed(part("a", called="charts\n2026"), part("b"), part("c", called="b")))
+    assert [source.source_name for source in sources] == ["charts 2026", "b", "b-2"]
 
 
 def test_sample_shares_worked_out_by_hand():
-    """Weights are divided at each level: 3/4 and 1/4, of which 1/5 and 4/5."""
-    nested = {"name": "meta.yaml", "weight": 1, "data": mixed(part("b", weight=1), part("c", weight=4))}
-    sources = read_blend_sources(mixed(part("a", weight=3), nested))
-    assert [source.sample_share for source in sources] == pytest.approx([0.75, 0.05, 0.2])
-    assert [source.weight_text for source in sources] == [
-        "weight 3",
-        "weight 1 in a mixture of weight 1",
-        "weight 4 in a mixture of weight 1",
-    ]
+    sources = read_blend_sources(mixed(part("a", weight=3), part("b"), part("c", weight=4)))
+    assert [source.sample_share for source in sources] == pytest.approx([0.375, 0.125, 0.5])
+    assert [source.weight_text for source in sources] == ["weight 3", "weight 1", "weight 4"]
 
     # 10 samples twice, 30 samples half a time: 20 and 15 of 35.
     epochs = mixed(
@@ -94,30 +76,6 @@ def test_single_data_set_is_one_source_without_summary():
     assert source.source_name == "charts"
 
 
-@pytest.mark.parametrize(
-    "ranges",
-    [
-        [[["0%", "50%"]]],
-        [[[10, 95]], [["10%", "90%"]]],
-        [[[7, "end"]], [["33%", "66%"]], [["0%", "12.5%"]]],
-        [[["12%", "77%"]], [["33%", "66%"]]],
-    ],
-)
-@pytest.mark.parametrize("samples", [100, 101, 997])
-def test_subset_has_as_many_samples_as_energon_takes(ranges, samples):
-    theirs: DatasetSubset | None = None
-    value: dict[str, Any] = {"name": "a", "data": leaf("a", samples)}
-    for [one] in reversed(ranges):  # from the outside
-        theirs = Subset(range=tuple(one)).merge(theirs)
-    for number, [one] in enumerate(ranges):
-        value = value | {"subset": {"range": one}} if not number else {
-            "subset": {"range": one}, "blend": [value]
-        }  # fmt: skip
-    [source] = read_blend_sources({"mixture": value})
-    first, last = theirs.compute_subset(samples)
-    assert source.sample_count == last - first
-
-
 # --- What a source is known by ------------------------------------------------------------------------------
 
 
@@ -129,8 +87,6 @@ def test_source_key_ignores_name_place_and_weight():
     a = {"name": "a", "data": leaf("uuid")}
     before = keys_of(mixed(a, part("b")))
     assert keys_of(mixed(part("b"), a | {"name": "moved/c", "called": "d", "weight": 7})) == before[::-1]
-    nested = {"name": "meta.yaml", "data": mixed(a)}
-    assert keys_of(mixed(nested, part("b"))) == before
     assert keys_of(leaf("uuid")) == before[:1], "also as the only data set"
 
 
@@ -141,10 +97,9 @@ def test_source_key_ignores_name_place_and_weight():
         {"data": leaf("uuid", split="val")},
         {"data": leaf("uuid", 11)},
         {"data": leaf("uuid", list="y")},
-        {"data": leaf("uuid"), "subset": {"range": ["0%", "50%"]}},
     ],
 )
-def test_source_key_follows_content_split_and_subset(changed):
+def test_source_key_follows_content_and_split(changed):
     assert keys_of(mixed({"name": "a"} | changed, part("b")))[0] != keys_of(mixed(part("uuid"), part("b")))[0]
 
 
@@ -174,14 +129,8 @@ def test_source_key_without_content_id_follows_shards():
 )
 def test_blend_rejects_impossible_weights_by_name(folder, train, told):
     write(folder, train={"blend": train})
-    with pytest.raises(BlendError, match=rf"meta.yaml: .*{told}"):
+    with pytest.raises(LoaderError, match=rf"meta.yaml: .*{told}"):
         read_description(folder / "meta.yaml").split_facts("train")
-
-
-def test_blend_rejects_weights_mixed_with_repetitions(folder):
-    epochs = {"blend_epochized": [{"path": "meta.yaml"}, {"path": "other"}]}
-    with pytest.raises(BlendError, match="cannot be mixed: use one of the two for all parts"):
-        read_description(write(folder, "outer.yaml", train=epochs)).split_facts("train")
 
 
 # --- Rows ---------------------------------------------------------------------------------------------------

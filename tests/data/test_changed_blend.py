@@ -15,12 +15,11 @@ import pytest
 from megatron_vl.config import DataConfig
 from megatron_vl.data import planned_rows
 from megatron_vl.data.loader import validation_rows
-from megatron_vl.data.source.blend import blend_change_lines, read_blend_sources
+from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state_json import LoaderStateError, state_from_json
 from megatron_vl.spec.families import read_spec
-from tests.data.test_blend import mixed, part
 from tests.tiny import tiny_checkpoint
 
 from .mixtures import identity, loader, write
@@ -209,12 +208,3 @@ def test_renamed_and_moved_data_set_is_the_same_source(folder):
     assert "gulls continues: weight 3 (75.0%) becomes weight 1 (50.0%)" in told(run)
     run.take(20)
     run.exact("birds")
-
-
-def test_changes_of_200_sources_take_few_lines():
-    before = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
-    now = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 2) for i in range(150)), part("t")))
-    lines = blend_change_lines(before, now)
-    assert len(lines) == 41 and lines[-1].endswith("more sources change")
-    same = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
-    assert blend_change_lines(before, same) == []

@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from data_tools import shards
-from data_tools.shards import IndexWriter, ShardError, WrittenShard
+from data_tools.records import ConvertError
+from data_tools.shards import IndexWriter, WrittenShard
 from megatron_vl.data.source import dataset_description
 from megatron_vl.data.source.blend import blend_change_lines, read_blend_sources, read_saved_sources
-from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
+from megatron_vl.data.source.dataset_description import LoaderError, read_description
 
 from .mixtures import identity, write
 
@@ -35,12 +36,11 @@ def edit_split(folder: Path) -> None:
 def exclude(folder: Path) -> None:
     meta = folder / "birds" / ".nv-meta" / "split.yaml"
     split = yaml.safe_load(meta.read_text())
-    meta.write_text(yaml.safe_dump(split | {"exclude": ["train-000000.tar/000000001"]}))
+    meta.write_text(yaml.safe_dump(split | {"exclude": ["train-000000.tar"]}))
 
 
 CHANGES: dict[str, Any] = {
     "split": lambda f: write(f, birds={"split_part": "val"}),
-    "subset": lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}),
     "content": reconvert,
     "shards of a split": edit_split,
     "left out": exclude,
@@ -67,24 +67,6 @@ def test_identity_compares_weights_by_ratio(folder, weights):
     write(folder, "scaled.yaml", birds={"weight": birds}, ships={"weight": ships})
     assert not blend_change(before, folder / "scaled.yaml")
 
-    # What a blend of one part has for its weight says nothing; nor does one of a nested mixture's.
-    for name, weight in (("one.yaml", 1), ("five.yaml", 5)):
-        nested = {"path": "meta.yaml" if weight == 1 else "scaled.yaml", "weight": weight}
-        write(folder, name, train={"blend": [nested]})
-    assert not blend_change(identity(folder / "one.yaml"), folder / "five.yaml")
-
-
-def test_identity_includes_nested_mixtures(folder):
-    outer = [{"path": "meta.yaml", "weight": 2}, {"path": "other"}]
-    before = identity(write(folder, "outer.yaml", train={"blend": outer}))
-    assert not blend_change(before, folder / "outer.yaml")
-    write(folder, ships={"weight": 5})
-    assert blend_change(before, folder / "outer.yaml")
-    write(folder)
-    outer[0]["split_part"] = "val"
-    write(folder, "outer.yaml", train={"blend": outer})
-    assert blend_change(before, folder / "outer.yaml")
-
 
 def test_identity_that_cannot_be_read_is_other_data(folder):
     for damaged in (None, {}, {"mixture": 3}, {"mixture": {"blend": [{}]}}):
@@ -94,7 +76,7 @@ def test_identity_that_cannot_be_read_is_other_data(folder):
 def test_metadataset_with_a_tab_is_refused_with_its_place(folder):
     path = folder / "meta.yaml"
     path.write_text("splits:\n  train:\n\tblend: []\n")
-    with pytest.raises(DescriptionError) as error:
+    with pytest.raises(LoaderError) as error:
         read_description(path)
     assert str(error.value).startswith(f"{path}, line 3, column 1: broken YAML: ")
     assert str(error.value).endswith("; indent with spaces instead of tabs") and "\n" not in str(error.value)
@@ -108,9 +90,6 @@ def test_missing_split_is_named(folder):
     write(folder, birds={"split_part": "test"})
     with pytest.raises(LoaderError, match=r"birds: the split 'test' is empty"):
         read_description(folder / "meta.yaml").split_facts("train")
-
-
-# --- States of a loader -------------------------------------------------------------------------------------
 
 
 # --- Many shards --------------------------------------------------------------------------------------------
@@ -133,7 +112,7 @@ def test_shard_limit_is_the_same_for_loader_and_converter(tmp_path, monkeypatch)
     monkeypatch.setattr(dataset_description, "MAX_SHARDS", 5)
     facts = read_description(empty_shards(tmp_path / "five", 5)).split_facts("train")
     assert facts.dataset_identity["samples"] == 50
-    with pytest.raises(ShardError, match=r"train-000005.tar is one more than the 5 shards .*in parts"):
+    with pytest.raises(ConvertError, match=r"train-000005.tar is one more than the 5 shards .*in parts"):
         empty_shards(tmp_path / "six", 6)
     longest = json.dumps({"shard_counts": {f"train-{10**7 - 1}.tar": 10**6}}, indent=2).splitlines()[2]
     assert len(longest) < 39 and dataset_description.MAX_DESCRIPTION_BYTES >= 48 * 4_000_000
@@ -147,6 +126,7 @@ def test_shard_names_must_stay_inside_the_folder(tmp_path):
 
     def named(name: str) -> Any:
         split.write_text(yaml.safe_dump({"split_parts": {"train": [name]}, "exclude": []}))
+        split.with_name(".info.json").write_text(json.dumps({"shard_counts": {name: 1}}))
         return read_description(data)
 
     (data / "part" / "a.tar").touch()
@@ -159,8 +139,11 @@ def test_shard_names_must_stay_inside_the_folder(tmp_path):
     (data / "part" / "far.tar").symlink_to(tmp_path / "outside" / "b.tar")
     (data / "away").symlink_to(tmp_path / "outside")
     for name in ("part/far.tar", "away/b.tar", "part/../../outside/b.tar", "part/..", "", "/"):
-        with pytest.raises(DescriptionError, match="is not inside"):
+        with pytest.raises(LoaderError, match="is not inside"):
             named(name)
+    split.write_text("split_parts: {train: [train-000000.tar]}\nexclude: [train-000000.tar/000000001]\n")
+    with pytest.raises(LoaderError, match="excludes train-000000.tar/000000001; only whole shards"):
+        read_description(data)
     split.write_text("split_parts: {train: [train-000000.tar]}\nexclude: ['{0..99999999}']\n")
-    with pytest.raises(DescriptionError, match="more than"):
+    with pytest.raises(LoaderError, match="more than"):
         read_description(data)

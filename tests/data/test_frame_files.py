@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample import deadline
+from megatron_vl.data.sample.deadline import SampleTimeoutError, limited_time
 from megatron_vl.data.sample.frame_archive import FrameArchive, FrameArchiveInfo, PixelError, pack_frames
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.images import ImageTooLargeError
@@ -133,15 +134,16 @@ def test_frame_archive_names_unusable_images():
         probe_video(pack_frames([], info()))
 
 
-def test_frame_archive_with_fewer_frames_is_refused():
+def test_frame_archive_with_fewer_frames_is_refused(monkeypatch):
     data = packed(4)
     for claimed in (VideoInfo(6, 2.0, 70, 100, "whole"), VideoInfo(4, 2.0, 70, 101, "whole")):
         with pytest.raises(PixelError):
             video_frames(data, claimed, frame_indices(claimed, QWEN2_5))
     with pytest.raises(ImageTooLargeError):
         video_frames(data, VideoInfo(4, 2.0, 7, 10), [0])
-    with pytest.raises(SampleTimeoutError):
-        video_frames(data, probe_video(data), [0], SampleDeadline(1e-9))
+    monkeypatch.setattr(deadline, "SAMPLE_TIMEOUT_S", 0.0)
+    with limited_time(), pytest.raises(SampleTimeoutError):
+        video_frames(data, probe_video(data), [0])
 
 
 def test_frame_archive_rejects_other_zip_files():

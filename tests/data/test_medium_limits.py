@@ -274,7 +274,7 @@ def test_times_of_images_are_in_the_positions_of_qwen2_5() -> None:
         (in_part(nframes=4.0, max_pixels="50176"), {"nframes": 4, "max_pixels": 50176}),
         (in_part("image", min_pixels=784, max_pixels=50176), {"min_pixels": 784, "max_pixels": 50176}),
         (in_part(video=["a.png", "b.png"], max_pixels=784, nframes=4), {"max_pixels": 784}),
-        (in_part(video="clip", fps=5, video_end=3), {"video_end": 3.0}),
+        (in_part(video="clip", fps=5, video_end=3), {"fps": 5.0, "video_end": 3.0}),
         (in_address(max_pixels=784, fps=1), {"max_pixels": 784, "fps": 1.0}),
         (listed(entry={"path": "a.mp4", "video_start": 2}), {"video_start": 2.0}),
         (listed(fps=1, max_pixels=784), {}),
@@ -362,9 +362,9 @@ def test_sizes_follow_limits_under_the_settings_of_any_run(family, tmp_path) -> 
         context = loader._planning_context
         counted = SampleSizeCounter(context.row_encoder.chat_encoder, read_pixel_settings(hf, data))
         source, reader = context.sized_sources[0], open_sample_reader(context.datasets[0], None)
-        tokens, patches = source.count_samples(counted, np.arange(len(source)))
+        tokens, patches = source.count_samples(counted, np.arange(report.samples))
         refused = []
-        for number in range(len(source)):
+        for number in range(report.samples):
             encoded_sample = context.row_encoder.preencode_sample(cook_sample(reader[number]))
             if encoded_sample.refused:
                 refused.append(number)

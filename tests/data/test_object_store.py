@@ -27,9 +27,9 @@ from moto.server import ThreadedMotoServer
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.data.loader import build_loader, validation_rows
 from megatron_vl.data.source import store_reading, tolerant_reader
-from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
+from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.energon_datasets import open_sample_reader
-from megatron_vl.data.source.location import ObjectStoreError, resolve_location
+from megatron_vl.data.source.location import LoaderError, resolve_location
 from megatron_vl.data.source.sample_order import LANES
 from megatron_vl.data.source.store_reading import ReadAhead, reconnect_stores
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD
@@ -298,16 +298,16 @@ def test_object_store_rejects_names_that_leave_the_folder(dataset, store, tmp_pa
     for number, name in enumerate(("../first/x.tar", "/other/x.tar", "msc://images/x.tar")):
         split.write_text(yaml.safe_dump({"split_parts": {"train": [name]}, "exclude": []}))
         upload(store, copy, f"sets/bad{number}")
-        with pytest.raises(DescriptionError, match="is not inside"):
+        with pytest.raises(LoaderError, match="is not inside"):
             read_description(resolve_location(f"msc://images/sets/bad{number}"))
 
 
 def test_object_store_names_what_is_missing(store, tmp_path):
     with pytest.raises(LoaderError, match="is not a data set"):
         read_description(resolve_location("msc://images/sets/none"))
-    with pytest.raises(ObjectStoreError, match="msc://PROFILE/FOLDER"):
+    with pytest.raises(LoaderError, match="msc://PROFILE/FOLDER"):
         resolve_location("gs://rows/sets/first")
-    with pytest.raises(ObjectStoreError, match="MSC_CONFIG names must describe the profile"):
+    with pytest.raises(LoaderError, match="MSC_CONFIG names must describe the profile"):
         resolve_location("msc://unknown/sets/first")
 
 
@@ -319,5 +319,5 @@ def test_object_store_without_answer_is_named(monkeypatch, tmp_path):
     settings.write_text(json.dumps({"profiles": {"gone": {"storage_provider": provider}}}))
     monkeypatch.setenv("MSC_CONFIG", str(settings))
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    with pytest.raises(ObjectStoreError, match="cannot be read"):
+    with pytest.raises(LoaderError, match="cannot be read"):
         read_description(resolve_location("msc://gone/sets/first"))

@@ -7,12 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megatron_vl.data import planned_rows
-from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.sample_order import LANES, BlockOrder, SampleOrder, permute_positions
-
-from .datasets import converted
-from .mixtures import loader, talk, write
 
 UNEVEN = np.random.default_rng(0).integers(1, 2000, 1000)
 
@@ -76,28 +71,6 @@ def test_block_order_of_10_8_samples_needs_flat_memory():
     assert len(set(order.samples(some, 3).tolist())) == 4
     held = sum(value.nbytes for value in vars(order).values() if isinstance(value, np.ndarray))
     assert held == 4 * 8 * 100_000, "four numbers for each shard"
-
-
-def test_subsets_have_each_sample_once_an_epoch(tmp_path, monkeypatch):
-    """The second half of a set of three shards, and a whole set; blocks follow the shards."""
-    monkeypatch.setattr(sample_order, "LANES", 4)
-    monkeypatch.setattr(planned_rows, "SHUFFLE_BLOCK", 5)
-    for name, count in (("birds", 60), ("ships", 33)):
-        (tmp_path / "raw" / name).mkdir(parents=True)
-        made, _ = converted(tmp_path / "raw" / name, talk(name, count), samples_per_shard=20)
-        made.rename(tmp_path / name)
-    parts = [
-        {"path": "birds", "weight": 1, "subset": {"range": ["50%", "100%"]}},
-        {"path": "ships", "weight": 2},
-    ]
-    rows = loader(write(tmp_path, train={"blend": parts}))
-    order = rows._planning_context.make_planner().sample_order
-    assert [each._shard_starts.tolist() for each in order._orders] == [[0, 10], [0, 20]]
-    for source, (first, end) in enumerate([(30, 60), (0, 33)]):
-        size = end - first
-        found = order.sample_indices(np.full(3 * size, source), np.arange(3 * size)).reshape(3, size)
-        assert np.array_equal(np.sort(found, axis=1), np.tile(np.arange(first, end), (3, 1)))
-        assert len(set(map(tuple, found.tolist()))) == 3
 
 
 def test_order_depends_on_seed_epoch_and_data_set():

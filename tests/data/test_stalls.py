@@ -13,7 +13,7 @@ import pytest
 from data_tools.sample_sizes import index_datasets
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
 from megatron_vl.config import DataConfig
-from megatron_vl.data import row_encoder
+from megatron_vl.data.sample import deadline
 from megatron_vl.data.source import tolerant_reader
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
@@ -75,7 +75,7 @@ def test_sample_that_takes_too_long_is_not_trained_on(pristine, monkeypatch):
     with closing(SampleReader(source)) as reader:
         sample = reader.read_sample(3, with_media=True)
     encoded = encoder.preencode_sample(sample)
-    monkeypatch.setattr(row_encoder, "SAMPLE_TIMEOUT_S", 1e-9)
+    monkeypatch.setattr(deadline, "SAMPLE_TIMEOUT_S", 1e-9)
     ready = encoder.postencode_sample(encoded)
     assert encoder.dropped_counts == {"decoding takes too long": 1}
     assert encoder.dropped_samples[0].source.endswith(".json record 4"), encoder.dropped_samples

@@ -273,19 +273,6 @@ def test_reasoning_may_stand_in_a_field_of_its_own(folders) -> None:
     assert pieces(ours, [QUESTION, APART]) == pieces(ours, [QUESTION, THOUGHT])
 
 
-@pytest.mark.parametrize(("model", "enabled"), [(LARGE, True), (LARGE, False), (SMALL, True), (SMALL, False)])
-def test_loss_begins_where_a_request_ends(folders, model, enabled) -> None:
-    """transformers renders the request that a serving engine sends, with thinking or without."""
-    ours = encoder(folders[model])
-    messages = [QUESTION, PLAIN, NEXT, THOUGHT if enabled else PLAIN]
-    asked = ours.tokenizer.apply_chat_template(
-        messages[:3], tokenize=True, add_generation_prompt=True, enable_thinking=enabled, return_dict=False
-    )
-    ids, mask = ours.encode(messages, [])
-    assert ids[: len(asked)].tolist() == asked
-    assert mask[len(asked) : -1].all() and not mask[len(asked) - 1] and not mask[-1]
-
-
 # --- Turns found together equal turns found one by one ------------------------------------------------------
 
 WORDS = [

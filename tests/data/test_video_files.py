@@ -11,7 +11,6 @@ import io
 import multiprocessing
 import random
 import resource
-import time
 from fractions import Fraction
 
 import av
@@ -19,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vl.data.sample import video_decoding
-from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample import deadline, video_decoding
+from megatron_vl.data.sample.deadline import SampleTimeoutError, limited_time
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixel_settings import PixelSettings
@@ -149,7 +148,7 @@ def _count_decoded(monkeypatch) -> list[int]:
     decoded: list[int] = []
     real = video_decoding._seek_frames
 
-    def counted(container, table, frames, deadline):
+    def counted(container, table, frames):
         decode = container.decode
 
         class Counting:
@@ -160,7 +159,7 @@ def _count_decoded(monkeypatch) -> list[int]:
                     decoded.append(frame.pts)
                     yield frame
 
-        return real(Counting(), table, frames, deadline)
+        return real(Counting(), table, frames)
 
     monkeypatch.setattr(video_decoding, "_seek_frames", counted)
     return decoded
@@ -287,16 +286,14 @@ def test_seeking_works_with_a_variable_frame_rate(form, reordered, monkeypatch):
     assert 0 < len(decoded) <= 7 * 24  # sought, not decoded from the start
 
 
-def test_decode_ends_at_its_deadline():
+def test_decode_ends_at_its_deadline(monkeypatch):
     data = written("mp4", "libx264", "yuv420p", 300)
     info = probe_video(data)
-    late = SampleDeadline(1e-9)
-    time.sleep(1e-3)
+    monkeypatch.setattr(deadline, "SAMPLE_TIMEOUT_S", 1e-9)
     for wanted in ([0, 5], [0, 299]):  # decoded from the start, and sought
-        with pytest.raises(SampleTimeoutError, match="took longer than 1e-09 s"):
-            video_frames(data, info, wanted, late)
-    assert numbers(video_frames(data, info, [0, 299], SampleDeadline(60))) == [0, 299]
-    assert numbers(video_frames(data, info, [0, 299], SampleDeadline(0))) == [0, 299]
+        with limited_time(), pytest.raises(SampleTimeoutError, match="took longer than 1e-09 s"):
+            video_frames(data, info, wanted)
+    assert numbers(video_frames(data, info, [0, 299])) == [0, 299]
 
 
 def test_data_tool_rejects_what_is_no_video():

@@ -43,8 +43,6 @@ HEARD_TEXTS = [
 HEARD_FIELDS = {
     "audios": ["glass.wav"],
     "audio": "glass.wav",
-    "sound": "https://a.b/c.MP3?d=e",
-    "speech": ["a.wav"],
 }
 HEARD_VALUES = [
     {"path": None, "array": [0.0, 0.0]},
@@ -63,16 +61,13 @@ HEARD = [
     *((openai(text, "Glass."), "messages[0].content") for text in HEARD_TEXTS),
     *((sharegpt("What is it?", "Glass.", **{field: value}), field) for field, value in HEARD_FIELDS.items()),
     *((sharegpt("What is it?", "Glass.", audio=value), "audio") for value in HEARD_VALUES),
-    (sharegpt("What is said?", "Hello.", speech={"bytes": "UklG"}), "speech"),
     *((openai([part, TEXT], "Glass."), f"messages[0].content[0]{field}") for part, field in HEARD_PARTS),
     (openai("<audio><image><video>?", "y", audios=["a.wav"], images=["b.png"], videos=["c.mp4"]), "audios"),
     ({"messages": [{"role": "user", "content": "?"}, {**HELLO, "audio": {"id": "a"}}]}, "messages[1].audio"),
     ({"messages": [{"role": "user", "content": "?", "audios": ["a"]}, HELLO]}, "messages[0].audios"),
     (openai("Hi", "Hello", "<audio>And this?", "Glass."), "messages[2].content"),
     (openai("Hi", "Hello", system="<audio>\nSpeak like this."), "system"),
-    # Beside an image, whose marker may stand anywhere, a placeholder may too.
     (sharegpt("<image><audio>\nDo they match?", "Yes.", image="a.png"), QUESTION),
-    (sharegpt("<image>\nDoes <audio> match?", "Yes.", image="a.png"), QUESTION),
 ]
 
 
@@ -85,26 +80,19 @@ def test_records_with_audio_are_refused(record: dict[str, Any], field: str) -> N
 
 READ_TEXTS = [
     "How do I use the <audio> tag in HTML?",
-    'Why so silent?\n<audio>\n <source src="a.mp3">\n</audio>',
     "Explain\n```html\n<audio>\n```",
     '<audio src="a.mp3" controls>',
-    "<audio>Your browser has no audio.</audio> What does this do?",
-    "Why does this not play?\n<audio>\n  <source src='a.mp3'>\nThanks",
-    "What is missing?\n<div>\n  <audio>\n  Hear!\n</div>",
-    "<speech>\nDear all, ...\n</speech>\nSum it up.",
     "What is an audio codec?",
 ]
 EMPTY_FIELDS: list[dict[str, Any]] = [
     {"audio": None, "audios": []},
     {"audio": {"bytes": None, "path": None, "sampling_rate": 16000}},  # datasets' Audio, where a row has none
     {"audios": [{"bytes": None, "path": "", "sampling_rate": 16000}]},
-    {"speech": "Four score and seven years ago"},
 ]
 READ = [
     *(openai(text, "It plays sound.") for text in READ_TEXTS),
     *(sharegpt("Hi", "Hello", **fields) for fields in EMPTY_FIELDS),
     sharegpt("<image>\nWhere would I put `<audio>`?", "In the body.", image="a.png"),
-    sharegpt("<video>\nWhat is it?\n<audio>\n<source src=a.mp3>", "A page.", video="a.mp4"),
     sharegpt("Which element plays sound?", "<audio>"),
     openai("A page with sound, please.", '<audio>\n<source src="a.mp3">\n</audio>'),
     openai([{**TEXT, "audio": None, "input_audio": {"data": None, "format": "wav"}}], "Hello"),
@@ -124,10 +112,10 @@ def test_talk_about_audio_is_read_as_it_is(record: dict[str, Any]) -> None:
         assert shown == "".join(part["text"] for part in parts)
 
 
-@pytest.mark.parametrize("piece", ["x <audio> x", "`<audio>", "x<audio>.</audio", "<div" + " " * 300])
+@pytest.mark.parametrize("piece", ["x <audio> x", "`<audio>", "x<audio>.</audio", "\n" + " " * 300])
 def test_long_texts_are_searched_in_linear_time(piece: str) -> None:
     """A search that is quadratic anywhere would take minutes."""
     text = "x" + piece * 50_000 + "x"
     begin = time.process_time()
-    find_audio_placeholder(text, match_anywhere=False)
+    find_audio_placeholder(text)
     assert time.process_time() - begin < 8

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.formats import RecordError, read_conversation
-from data_tools.records import ReadError, read_records
+from data_tools.records import ConvertError, read_records
 from tests.data.datasets import converted, mixed_records
 from tests.data.media import encoded, video, write
 from toolkit.cli import main
@@ -179,7 +179,7 @@ def test_file_that_ends_within_a_line_is_refused(tmp_path, capsys):
     """A download that broke off must not count as one bad record of many."""
     text = "".join(json.dumps(TEXT) + "\n" for _ in range(3))
     path = write(tmp_path / "in.jsonl", text[:-9].encode())
-    with pytest.raises(ReadError, match="in.jsonl ends within line 3"):
+    with pytest.raises(ConvertError, match="in.jsonl ends within line 3"):
         list(read_records(path))
     assert main(["data", "convert", "--input", str(path), "--out", str(tmp_path / "out")]) == 1
     assert "fetch the whole file" in capsys.readouterr().err and not (tmp_path / "out/.nv-meta").exists()
@@ -220,7 +220,7 @@ def test_line_without_end_is_one_bad_line(tmp_path, monkeypatch):
 )
 def test_broken_arrays_name_the_record(tmp_path, text):
     path = write(tmp_path / "a.json", text)
-    with pytest.raises(ReadError, match="a.json"):
+    with pytest.raises(ConvertError, match="a.json"):
         list(read_records(path))
 
 

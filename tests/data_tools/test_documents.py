@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.formats import FORMATS, RecordError, detect_format, read_conversation
+from data_tools.records import ConvertError
 from megatron_vl.config import DataConfig
 from tests.data.datasets import open_loader
 from tests.data.media import encoded, write

@@ -37,23 +37,7 @@ def address(name):
     return {"type": "image_url", "image_url": {"url": name}}
 
 
-def v1(*contents):
-    """Messages of LLaMA-Factory v1: parts of type and value, and a weight for each turn."""
-    messages = []
-    for message in chat(*contents):
-        parts = message["content"]
-        parts = parts if isinstance(parts, list) else [{"type": "text", "value": parts}]
-        messages.append({**message, "content": parts, "loss_weight": float(message["role"] == "assistant")})
-    return messages
-
-
 PARTS = [address("a.png"), text_part("\nFirst, "), address("b.png"), text_part(" then?")]
-V1_PARTS = [
-    {"type": "image_url", "value": "a.png"},
-    {"type": "text", "value": "\nFirst, "},
-    {"type": "image_url", "value": "b.png"},
-    {"type": "text", "value": " then?"},
-]
 BARE_PARTS = [{"image": "a.png"}, {"text": "\nFirst, "}, {"image": "b.png"}, {"text": " then?"}]
 SHAREGPT = [
     {"from": "human", "value": ASKED},
@@ -76,7 +60,6 @@ SAME = {
         "images": [{"path": "a.png", "bytes": None}, "b.png"],
         "messages": chat("Be brief.", ASKED, "A cat.", "Sure?", "Yes."),
     },
-    "llamafactory v1": {"messages": v1("Be brief.", V1_PARTS, "A cat.", "Sure?", "Yes.")},
     "alpaca": {**HISTORY, "instruction": "Sure?", "input": "", "output": "Yes."},
     "query": {**HISTORY, "query": "Sure?", "response": "Yes."},
     "pairs": {"system": "Be brief.", **LISTED, "conversation": PAIRS},
@@ -106,7 +89,6 @@ def test_formats_are_recognised_by_their_fields_or_given():
         "llava": "sharegpt",
         "openai": "openai",
         "messages with markers": "openai",
-        "llamafactory v1": "openai",
         "alpaca": "alpaca",
         "query": "alpaca",
         "pairs": "pairs",
@@ -201,18 +183,6 @@ WITH_TOOLS = {
             {"from": "gpt", "value": "Yes."},
         ],
     },
-    "llamafactory v1": {
-        "tools": json.dumps([TOOL]),
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "value": "Rain?"}]},
-            {
-                "role": "assistant",
-                "content": [{"type": "text", "value": "I look."}, {"type": "tool_call", "value": WRITTEN}],
-            },
-            {"role": "tool", "content": [{"type": "text", "value": '{"rain": true}'}]},
-            {"role": "assistant", "content": [{"type": "text", "value": "Yes."}]},
-        ],
-    },
 }
 
 
@@ -242,29 +212,6 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
 
 
 # --- Reasoning and weights ----------------------------------------------------------------------------------
-
-
-def test_calls_lose_the_null_arguments_of_other_functions():
-    """A table of calls fills them in. A name that no function has stays: nobody says that it is a filler."""
-    described = {"weather": ("city", "day"), "search": ("query", "city")}
-    tools = [
-        {
-            "name": name,
-            "parameters": {"type": "object", "properties": dict.fromkeys(names, {"type": "string"})},
-        }
-        for name, names in described.items()
-    ]
-    filled = {"city": "Oslo", "day": None, "query": None, "unknown": None}
-    written = dict(filled)
-    call = {"function": {"name": "weather", "arguments": filled}}
-    messages = [ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "dry"}, SAY]
-
-    def arguments(**more):
-        (found,) = read_conversation({"messages": messages, **more}).messages[1]["tool_calls"]
-        return found["function"]["arguments"]
-
-    assert arguments(tools=tools) == {"city": "Oslo", "day": None, "unknown": None}
-    assert arguments(tools=tools[1:]) == arguments(tools=[TOOL]) == arguments() == written
 
 
 def test_reasoning_of_a_call_is_carried_to_its_turn():
@@ -298,10 +245,6 @@ def test_reasoning_is_carried_beside_the_answer():
     for spelled in (
         {**SAY, "reasoning_content": "A greeting."},
         {**SAY, "reasoning": "A greeting."},
-        SAY
-        | {"content": [{"type": "thinking", "thinking": "A greeting."}, {"type": "text", "text": "Hello"}]},
-        SAY
-        | {"content": [{"type": "reasoning", "value": "A greeting."}, {"type": "text", "value": "Hello"}]},
     ):
         assert read_conversation({"messages": [ASK, spelled]}).messages == [ASK, answer]
     within = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello"}
@@ -429,7 +372,7 @@ def test_records_that_cannot_be_trained_on_are_refused(record, reason, field):
 
 
 @pytest.mark.parametrize(
-    "record", [{"messages": [MARKED, SAY]}, asks_in_parts({"type": "text", "value": "<image>\nHi"})]
+    "record", [{"messages": [MARKED, SAY]}, asks_in_parts({"type": "text", "text": "<image>\nHi"})]
 )
 def test_markers_are_text_in_a_record_that_says_so(record):
     with pytest.raises(RecordError, match="1 <image> in the text, but 0 listed.*'markers': 'text'"):

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.formats import read_conversation
-from data_tools.input_files import InputError, find_input_files
-from data_tools.records import ReadError, read_records
+from data_tools.input_files import find_input_files
+from data_tools.records import ConvertError, read_records
 from tests.data.media import encoded, write
 from tests.data_tools.test_convert import refused, shards
 
@@ -101,14 +101,14 @@ def test_compressed_files_are_read_and_damage_is_named(tmp_path, array, suffix):
     assert [record for _, record in read_records(path, counted.append)] == records
     assert sum(counted) == len(packed)
     path.write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(ReadError, match=f"a.json.{suffix} is damaged"):
+    with pytest.raises(ConvertError, match=f"a.json.{suffix} is damaged"):
         list(read_records(path))
 
 
 def test_damaged_tables_are_named(tmp_path):
     for name in ("a.parquet", "a.arrow"):
         (tmp_path / name).write_bytes(b"PAR1 nothing")
-        with pytest.raises(ReadError, match=name):
+        with pytest.raises(ConvertError, match=name):
             list(read_records(tmp_path / name))
 
 
@@ -201,9 +201,9 @@ def test_files_outside_the_input_are_not_read(tmp_path):
     inside.mkdir()
     (inside / "link.jsonl").symlink_to(secret)
     for name in ("../secret.jsonl", str(secret), "link.jsonl", ".."):
-        with pytest.raises(InputError, match="which is not inside"):
+        with pytest.raises(ConvertError, match="which is not inside"):
             find_input_files([index_of(inside, {"d": {"file_name": name}})])
-    with pytest.raises(InputError, match=f"link.jsonl leads to {secret}, which is not inside"):
+    with pytest.raises(ConvertError, match=f"link.jsonl leads to {secret}, which is not inside"):
         find_input_files([inside])
 
     hub = tmp_path / "hub/datasets--a"
@@ -218,7 +218,7 @@ def test_files_outside_the_input_are_not_read(tmp_path):
 def test_index_may_name_a_data_set_once(tmp_path):
     path = tmp_path / "dataset_info.json"
     path.write_text('{"a": {"file_name": "a.json"}, "a": {"file_name": "b.json"}}')
-    with pytest.raises(InputError, match="the key 'a' occurs twice"):
+    with pytest.raises(ConvertError, match="the key 'a' occurs twice"):
         find_input_files([path])
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import psutil
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.records import ConvertError
 from data_tools.worker_pool import WorkerError, WorkerPool
 from megatron_vl.system.partial_folder import open_partial_folder
 from tests.data.datasets import mixed_records

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_tools import convert as tool
-from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.records import ConvertError
 from tests.data.media import encoded, write
 from tests.data_tools.test_convert import shards
 from toolkit.cli import main

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
+from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.formats import RecordError, read_conversation
-from data_tools.input_files import InputError, InputFile, parse_columns
+from data_tools.input_files import InputFile, parse_columns
 from data_tools.media import MediaRoots, is_embedded, read_media
-from data_tools.records import ReadError, read_records
+from data_tools.records import ConvertError, read_records
 from tests.data.media import encoded
 
 
@@ -44,7 +44,7 @@ def test_csv_rows_are_records_with_quotes_newlines_and_missing_fields(tmp_path: 
 def test_csv_that_is_broken_is_refused(tmp_path: Path, text: str, message: str):
     table = tmp_path / "q.csv"
     table.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ReadError, match=message):
+    with pytest.raises(ConvertError, match=message):
         list(read_records(table))
 
 
@@ -55,7 +55,7 @@ def test_columns_name_question_answer_and_image(tmp_path: Path):
         "pic": "images",
     }
     for wrong in ("q=user", "q=foo,a=assistant", "q=user,p=user,a=assistant", "q"):
-        with pytest.raises(InputError, match="--columns"):
+        with pytest.raises(ConvertError, match="--columns"):
             parse_columns(wrong)
 
     table = tmp_path / "q.csv"
@@ -110,11 +110,11 @@ def test_media_are_found_in_the_first_root_that_has_them(tmp_path: Path):
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / file).write_text(f"{name}/{file}")
     roots = MediaRoots((tmp_path / "one", tmp_path / "two"))
-    assert [read_media("image", name, roots) for name in "ab"] == [b"one/a", b"two/b"]
+    assert [read_media(name, roots) for name in "ab"] == [b"one/a", b"two/b"]
     with pytest.raises(RecordError, match="c does not exist"):
-        read_media("image", "c", roots)
+        read_media("c", roots)
     with pytest.raises(RecordError, match="not inside the media root"):
-        read_media("image", "../one/a", MediaRoots((tmp_path / "two",)))
+        read_media("../one/a", MediaRoots((tmp_path / "two",)))
 
 
 def test_links_out_of_a_root_are_followed_only_on_request(tmp_path: Path):
@@ -123,26 +123,26 @@ def test_links_out_of_a_root_are_followed_only_on_request(tmp_path: Path):
     (tmp_path / "root").mkdir()
     os.symlink(tmp_path / "store", tmp_path / "root" / "link")
     with pytest.raises(RecordError, match="--follow-links"):
-        read_media("image", "link/a", MediaRoots((tmp_path / "root",)))
+        read_media("link/a", MediaRoots((tmp_path / "root",)))
     followed = MediaRoots((tmp_path / "root",), follow_links=True)
-    assert read_media("image", "link/a", followed) == b"a"
+    assert read_media("link/a", followed) == b"a"
     with pytest.raises(RecordError, match="not inside the media root"):
-        read_media("image", "../store/a", followed)
+        read_media("../store/a", followed)
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 def test_base64_is_recognised_without_data(kind: str):
     image = encoded(64, 64, kind)
     text = base64.b64encode(image).decode()
-    assert is_embedded(text) and read_media("image", text, MediaRoots()) == image
+    assert is_embedded(text) and read_media(text, MediaRoots()) == image
     broken = text[:-8] + "!" * 300
     with pytest.raises(RecordError, match="not base64"):
-        read_media("image", broken, MediaRoots())
+        read_media(broken, MediaRoots())
 
 
 def test_a_long_reference_is_cut_in_messages():
     with pytest.raises(RecordError) as refusal:
-        read_media("image", "A" * 100_000, MediaRoots((Path("/nowhere"),)))
+        read_media("A" * 100_000, MediaRoots((Path("/nowhere"),)))
     assert len(str(refusal.value)) < 1000
     assert len(json.dumps(str(refusal.value))) < 1000
 
@@ -156,9 +156,6 @@ def test_a_long_reference_is_cut_in_messages():
             "give --columns Problem=user,solution=assistant,image_path=image --missing-markers first$",
         ),
         ({"prompt": "<image>a", "answer": "b", "image": "c"}, "prompt=user,answer=assistant,image=image$"),
-        ({"instruction": "a", "ouput": "b"}, "has 'instruction', 'ouput'; rename 'ouput' to 'output'$"),
-        ({"dialog": [{"role": "user"}]}, "rename 'dialog' to 'messages'$"),
-        ({"data": [{"messages": []}]}, "its 'data' holds records: make that list the file$"),
         ({"url": "a", "alt": "b"}, "has 'alt', 'url'; formats have messages, .* with --columns"),
         ({}, "has no field; "),
     ],
@@ -191,5 +188,5 @@ def test_texts_of_users_and_assistants_are_turns():
 
 def test_semicolons_between_columns_are_refused(tmp_path: Path):
     (tmp_path / "a.csv").write_text("question;answer\na;b\n")
-    with pytest.raises(ReadError, match="has semicolons and no comma; write the file with commas"):
+    with pytest.raises(ConvertError, match="has semicolons and no comma; write the file with commas"):
         list(read_records(tmp_path / "a.csv"))

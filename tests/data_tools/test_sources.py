@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from data_tools.sample_sources import SampleReader, SampleSource, _sources_of_parts, read_sources
-from megatron_vl.data.source.dataset_description import DatasetDescription
+from megatron_vl.data.source.dataset_description import DatasetDescription, _join_parts
 from tests.data.datasets import converted, mixed_records
 
 LONG = {"conversations": [{"from": "human", "value": "Tell"}, {"from": "gpt", "value": "on and " * 2000}]}
@@ -34,18 +33,14 @@ def test_samples_are_found_by_key_and_by_place(out):
 
 
 def test_folder_of_parts_gives_a_source_for_each(tmp_path):
-    """A subset ends within the second part; the third has no shard of the split."""
+    """The third part has no shard of the split."""
     parts = []
     for number, counts in enumerate(([3, 4], [5], [])):
         shards = {f"train-{i:06d}.tar": count for i, count in enumerate(counts)}
         splits = {"train": list(shards)}
         parts.append(DatasetDescription(tmp_path / f"part-{number}", splits, [], shards, ""))
-    whole = SampleSource("set", SimpleNamespace(parts=parts), "train", 0.5, 2, 8)
-    found = _sources_of_parts(whole)
-    assert [(each.name, each.first_index, each.num_samples) for each in found] == [
-        ("set/part-0", 2, 5),
-        ("set/part-1", 0, 3),
-    ]
-    assert [each.share for each in found] == [pytest.approx(0.5 * 5 / 8), pytest.approx(0.5 * 3 / 8)]
-    (alone,) = _sources_of_parts(SampleSource("set", parts[0], "train", 1.0, 0, 7))
+    found = _sources_of_parts(SampleSource("set", _join_parts(tmp_path, parts), "train", 0.5))
+    assert [(each.name, len(each)) for each in found] == [("set/part-0", 7), ("set/part-1", 5)]
+    assert [each.share for each in found] == [pytest.approx(0.5 * 7 / 12), pytest.approx(0.5 * 5 / 12)]
+    (alone,) = _sources_of_parts(SampleSource("set", parts[0], "train", 1.0))
     assert alone.dataset is parts[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from data_tools.sample_sources import open_encoder
 from data_tools.statistics import DatasetStatistics, count_statistics, describe_values
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
-from megatron_vl.data.source.sample_sizes import SizesError
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
 from tests.tiny import tiny_checkpoint
@@ -124,21 +123,8 @@ def test_limits_are_those_of_the_run(out):
     assert found.sources[0].left_out == left_out
     assert found.num_usable == found.num_samples - sum(left_out.values())
     none = _statistics(out, seq_len=int(tokens.min()) - 1, too_long="drop")
-    with pytest.raises(SizesError, match=r"no sample of .* can be used \(31 longer than seq_len\)"):
+    with pytest.raises(LoaderError, match=r"no sample of .* can be used \(31 longer than seq_len\)"):
         none.pass_facts(1)
-
-
-def test_excluded_samples_are_not_usable(texts, tmp_path):
-    """Sizes are made without it."""
-    folder = shutil.copytree(texts, tmp_path / "set")
-    shutil.rmtree(folder / ".nv-meta/sizes")
-    split = folder / ".nv-meta/split.yaml"
-    described = yaml.safe_load(split.read_text())
-    first = described["split_parts"]["train"][0]
-    split.write_text(yaml.safe_dump(described | {"exclude": [f"{first}/000000000"]}))
-    found, whole = _statistics(_indexed(folder)), _statistics(texts)
-    assert found.left_out_reasons() == whole.left_out_reasons() + Counter({module.NOT_ENCODED: 1})
-    assert found.num_usable == whole.num_usable - 1
 
 
 def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
@@ -146,48 +132,20 @@ def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     found = _statistics(_metadataset(tmp_path, "blend", parts))
     first, second = (one.sizes["tokens"][one.usable_mask] for one in found.sources)
     # Of each draw from a source, a part is usable.
-    shares = 0.75 * len(first) / 31, 0.25 * len(second) / found.sources[1].source.num_samples
+    shares = 0.75 * len(first) / 31, 0.25 * len(second) / len(found.sources[1].source)
     mean = (shares[0] * first.mean() + shares[1] * second.mean()) / sum(shares)
     assert describe_values(*found.sample_quantity("tokens"))["mean"] == pytest.approx(mean)
-    assert found.num_samples == 31 + found.sources[1].source.num_samples
-    packed = [sample for row in module._pack_rows(found.sources, found.data_config) for sample in row]
-    images = sum(patches > 0 for _, patches, _ in packed)
-    # Four of five records of the first source have media, and none of the second.
-    rows = found.num_samples * mean * sum(shares) / (found.row_quantities["fill"].mean() * 512)
-    assert found.pass_facts(1)["rows"] == math.ceil(rows)
-    assert images / len(packed) == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
+    assert found.num_samples == 31 + len(found.sources[1].source)
+    assert found.pass_facts(1)["rows"] == math.ceil(found.num_samples * mean * sum(shares) / 512)
 
 
-def test_rows_hold_each_usable_sample_once(out):
-    found = _statistics(out, max_patches=200)
-    (one,) = found.sources
-    sizes = zip(*(one.sizes[name][one.usable_mask].tolist() for name in ("tokens", "patches")), strict=True)
-    packed = [
-        tuple(sample[:2]) for row in module._pack_rows(found.sources, found.data_config) for sample in row
-    ]
-    assert Counter(packed) == Counter(sizes)
-    rows = found.row_quantities
-    assert rows["fill"].max() <= 1 and rows["patches"].max() <= 200 and rows["samples"].sum() == 30
-    tokens = one.sizes["tokens"][one.usable_mask].sum()
-    assert rows["fill"].sum() * 512 == pytest.approx(tokens)
-
-
-def test_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
-    assert _statistics(out, pack=False).pass_facts(4) == {
-        "rows": 30,
-        "global_batch_size": 4,
-        "steps": {"1": 8, "2": 15, "3": 23},  # 30 / 4, 60 / 4 and 90 / 4, the last one begun
-    }
-    found = _statistics(out)
-    tokens = found.sources[0].sizes["tokens"][found.sources[0].usable_mask].sum()
-    assert len(found.row_quantities["fill"]) == found.pass_facts(1)["rows"] == math.ceil(tokens / 512)
-
-    # Of a large data set some samples are packed: here 16 of 31.
-    monkeypatch.setattr(module, "MAX_PACKED_SAMPLES", 16)
-    some = _statistics(out)
-    assert some.row_quantities["samples"].sum() in (15, 16)
-    each = some.row_quantities["fill"].mean() * 512
-    assert some.pass_facts(1)["rows"] == math.ceil(tokens / each) in (4, 5)
+def test_pass_is_as_many_rows_as_its_samples_fill(out):
+    assert _statistics(out, pack=False).pass_facts(4) == {"rows": 30, "global_batch_size": 4}
+    for limits in ({}, {"max_patches": 200}):
+        found = _statistics(out, **limits)
+        (one,) = found.sources
+        tokens, patches = (int(one.sizes[name][one.usable_mask].sum()) for name in ("tokens", "patches"))
+        assert found.pass_facts(1)["rows"] == -(-patches // 200 if limits else -tokens // 512)
 
 
 def test_quantiles_equal_those_by_hand():

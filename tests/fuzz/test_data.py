@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .data import fuzz_loader, fuzz_storage, fuzz_tool
+from .data import fuzz_loader, fuzz_tool
 
 pytestmark = pytest.mark.full
 
@@ -12,7 +12,5 @@ pytestmark = pytest.mark.full
 def test_mutated_records_and_samples(tmp_path):
     tool = fuzz_tool(300, seed=7, folder=tmp_path, workers=2)
     assert tool["used"] > 30 and len(tool) > 9
-    storage = fuzz_storage(12, seed=7, out=tmp_path / "out")
-    assert storage["used"] > 0 and len(storage) > 4
     loader = fuzz_loader(100, seed=7, out=tmp_path / "out")
     assert loader["used"] > 10 and len(loader) > 4

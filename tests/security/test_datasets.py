@@ -17,7 +17,8 @@ import yaml
 
 from data_tools.shards import IndexWriter, WrittenShard
 from megatron_vl.config import DataConfig
-from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, DescriptionError
+from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.tolerant_reader import CRC_FIELD, append_crc32
 from tests.data.datasets import converted, mixed_records, open_loader
 from tests.data_tools.test_convert import bomb
@@ -94,7 +95,7 @@ def test_description_that_could_run_code_is_refused(dataset, mark, monkeypatch, 
             "__module__: &a megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {x: *a}\n"
         )
 
-    with pytest.raises(DescriptionError, match="dataset.yaml"):
+    with pytest.raises(LoaderError, match="dataset.yaml"):
         read(dataset)
 
 
@@ -120,7 +121,7 @@ def test_shards_stay_in_the_folder(dataset, tmp_path, name):
     (meta / "split.yaml").write_text(
         yaml.safe_dump({"split_parts": {"train": [name], "val": []}, "exclude": []})
     )
-    with pytest.raises(DescriptionError, match="is not inside|more than 4000000 shards|cannot be read"):
+    with pytest.raises(LoaderError, match="is not inside|more than 4000000 shards|cannot be read"):
         read(dataset)
 
 
@@ -150,7 +151,7 @@ def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
     if kind == "nested":
         describe(dataset, **PLAIN, subflavors={"x": touching(mark)})
 
-    with pytest.raises(DescriptionError):
+    with pytest.raises(LoaderError):
         read(file)
 
 

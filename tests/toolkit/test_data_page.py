@@ -107,8 +107,7 @@ def test_show_counts_all_samples_as_json_and_as_a_table(out, capsys):
     assert source["turns"] == 12 and found["left_out"] == {}
     assert described["tokens of a sample"]["mean"] == source["tokens"] / 10
     rows = -(-source["tokens"] // 512)
-    assert found["pass"]["rows"] == found["pass"]["steps"]["1"] == rows
-    assert described["samples of a row"]["mean"] == pytest.approx(10 / rows)
+    assert found["pass"]["rows"] == rows
 
     assert main(_words(out, "--data.seq_len", "80", "--data.too_long", "drop")) == 0
     printed = capsys.readouterr().out

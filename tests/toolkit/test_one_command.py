@@ -15,7 +15,7 @@ import pytest
 
 from data_tools.input_files import find_input_files
 from megatron_vl.config import TrainConfig, parse_config, validate_config
-from megatron_vl.data.source.sample_sizes import SizesError
+from megatron_vl.data.source.location import LoaderError
 from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
 from tests.support.ranks import run_module
@@ -170,7 +170,7 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
     model = tiny_checkpoint("qwen2_vl")
     dry_run = ["train", "--dry-run", "--model.hf", str(model), "--data.path", "tools.json"]
     Path("tools.json").write_text(json.dumps([WITH_TOOLS["openai"]] * 3))
-    with pytest.raises(SizesError, match="no sample.*3 not written by the chat template.*qwen2_vl_tools"):
+    with pytest.raises(LoaderError, match="no sample.*3 not written by the chat template.*qwen2_vl_tools"):
         prepared(Path("tools.json"), model)
     assert main(["data", "show", "--data.path", "runs/tools/data", "--model.hf", str(model)]) == 1
     assert "no sample of runs/tools/data can be used" in capsys.readouterr().err

@@ -52,10 +52,7 @@ def test_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(prepar
     assert {step for step, _ in taken} == set(wanted)
     assert all(each == wanted[step] for step, each in taken)
 
-    for text, words in zip(
-        said[1:], ("2 data-parallel ranks x 2", "3 data-parallel ranks x 0"), strict=False
-    ):
-        assert "resumed at step" in text and f"the data continue on {words} workers, after" in text
+    assert all("resumed at step" in text for text in said[1:])
 
     losses = {line["step"]: line["loss"] for line in metrics(whole)}
     for line in metrics(run):  # sums of other parts

@@ -13,7 +13,8 @@ import pytest
 
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.config.checks import config_remarks
-from megatron_vl.data.source.dataset_description import LoaderError, read_description
+from megatron_vl.data.source.dataset_description import read_description
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.lora import with_stored_lora
 from megatron_vl.training.resolve import MachineMemory, resolve_run

@@ -18,8 +18,7 @@ from .options import DataConvertOptions, DataIndexOptions, DataShowOptions, Data
 
 if TYPE_CHECKING:
     from data_tools.convert import DataReport
-
-    from .prepared_dataset import PreparedDataset
+    from megatron_vl.spec.families import ModelSpec
 
 TOO_MANY_QUARANTINED = 3
 """Exit code. 1 means failure, 2 an invalid command line."""
@@ -127,14 +126,13 @@ def index(options: DataIndexOptions) -> int:
     config = _read_run(options.fields, options.out)
     from data_tools.sample_sizes import index_datasets
     from data_tools.worker_pool import default_workers
+    from megatron_vl.spec.families import read_spec
 
-    from .prepared_dataset import PreparedDataset
-
-    prepared = PreparedDataset(config)
+    spec = read_spec(config.model.hf)
     num_workers = options.workers if options.workers is not None else default_workers()
     if options.out is not None:
-        _index_tars(options, prepared, num_workers)
-    for result in index_datasets(config.data, prepared.spec, config.model.hf, num_workers):
+        _index_tars(options, config, spec, num_workers)
+    for result in index_datasets(config.data, spec, config.model.hf, num_workers):
         unusable_text = ""
         if result.unusable:
             counts = Counter(result.reasons).most_common()
@@ -148,15 +146,17 @@ def index(options: DataIndexOptions) -> int:
     return 0
 
 
-def _index_tars(options: DataIndexOptions, prepared: PreparedDataset, num_workers: int) -> None:
+def _index_tars(options: DataIndexOptions, config: TrainConfig, spec: ModelSpec, num_workers: int) -> None:
+    from data_tools.sample_sources import open_encoder
     from data_tools.tar_index import TarIndex, find_tars, index_tars
     from megatron_vl.data.source.sample_sizes import compute_tokenization_id
     from megatron_vl.data.source.tar_list import parse_fields
 
     assert options.out is not None
-    sizes_name = compute_tokenization_id(prepared.config.model.hf, prepared.spec, prepared.config.data)
+    encoder = open_encoder(config.data, spec, config.model.hf)
+    sizes_name = compute_tokenization_id(config.model.hf, spec, config.data)
     fields, tars = parse_fields(options.members), find_tars(options.input)
-    tar_index = TarIndex(*tars, options.out, fields, prepared.row_encoder, sizes_name)
+    tar_index = TarIndex(*tars, options.out, fields, encoder, sizes_name)
     report = index_tars(tar_index, num_workers)
     broken = ", ".join(f"{count} {reason}" for reason, count in report.broken.most_common())
     listed = f"; no usable pair: {broken}, listed in {options.out / 'quarantine.jsonl'}" if broken else ""
@@ -167,28 +167,30 @@ def _index_tars(options: DataIndexOptions, prepared: PreparedDataset, num_worker
 def show(options: DataShowOptions) -> int:
     """Prints what a data set holds, or one sample, and writes its page."""
     config = _read_run(options.fields)
+    from data_tools.sample_sources import open_encoder
+    from megatron_vl.spec.families import read_spec
+
     from .page import write_page
-    from .prepared_dataset import PreparedDataset
-    from .sample_view import find_sample, print_sample, sample_as_json, view_sample
+    from .sample_view import find_sample, print_sample, view_sample
     from .statistics import count_splits, dataset_facts, print_facts
 
-    prepared = PreparedDataset(config)
+    encoder = open_encoder(config.data, read_spec(config.model.hf), config.model.hf)
     if options.sample is not None:
-        sample = view_sample(prepared, *find_sample(prepared, options.sample))
+        sample = view_sample(encoder, *find_sample(config.data.path, options.sample))
         if options.json:
-            print(json.dumps(sample_as_json(sample)))
+            print(json.dumps({name: fact for name, fact in vars(sample).items() if name != "pixels"}))
         else:
             print_sample(sample)
         if options.html:
-            write_page(prepared, options.html, {"quarantined": {}}, {}, [sample])
+            write_page(config, encoder, options.html, {"quarantined": {}}, {}, [sample])
         return 1 if sample.problem else 0
 
-    statistics = count_splits(prepared)
-    facts = dataset_facts(prepared, statistics)
+    statistics = count_splits(config, encoder)
+    facts = dataset_facts(config, statistics)
     if options.json:
         print(json.dumps(facts))
     else:
         print_facts(facts)
     if options.html:
-        write_page(prepared, options.html, facts, statistics, [])
+        write_page(config, encoder, options.html, facts, statistics, [])
     return 0

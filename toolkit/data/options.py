@@ -100,7 +100,7 @@ class DataIndexOptions(CommandOptions):
 @dataclass(kw_only=True)
 class DataShowOptions(CommandOptions):
     """Show what a data set holds: tokens, patches, images, videos and turns of its samples and sources, how
-    full packed rows get, how many steps a pass takes, and what is left out and why.
+    many steps a pass takes, and what is left out and why.
 
     All samples are counted, from their sizes, which are written first if they are missing. Give a run with
     --config, or --data.path and --model.hf. With --sample, exit code 1 if a run would leave the sample out.

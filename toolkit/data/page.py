@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
+from torch import Tensor
 
 from data_tools.sample_sources import SampleSource
 from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, describe_values
+from megatron_vl.config import TrainConfig
+from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import naming_file
 from toolkit.common.html_templates import template_environment
 
-from .prepared_dataset import PreparedDataset
-from .sample_view import MediumView, SampleView, view_sample
+from .sample_view import SampleView, view_sample
 from .statistics import (
-    SplitStatistics,
     escape_unprintable,
     facts_sentences,
     facts_tables,
@@ -42,10 +43,11 @@ MAX_BARS = 30
 
 
 def write_page(
-    prepared: PreparedDataset,
+    config: TrainConfig,
+    encoder: RowEncoder,
     html_path: Path,
     facts: dict[str, Any],
-    statistics: SplitStatistics,
+    statistics: dict[str, DatasetStatistics],
     samples: list[SampleView],
 ) -> None:
     """Writes a page. Text from the data is escaped, and characters that cannot be seen are spelled out.
@@ -56,20 +58,20 @@ def write_page(
     """
     splits = {}
     for split, counted in statistics.items():
-        split_of_facts = facts["splits"][split]
+        bars = {name: histogram_bars(*counted.sample_quantity(name)) for name in SAMPLE_QUANTITIES}
         splits[split] = {
-            "tables": facts_tables(split_of_facts),
-            "sentences": facts_sentences(split_of_facts),
-            "charts": _charts(counted),
+            "tables": facts_tables(facts["splits"][split]),
+            "sentences": facts_sentences(facts["splits"][split]),
+            "charts": {f"{name} of a sample": shares for name, shares in bars.items() if shares},
         }
-        samples += [view_sample(prepared, *chosen) for chosen in choose_samples(counted)]
+        samples += [view_sample(encoder, *chosen) for chosen in choose_samples(counted)]
     environment = template_environment(Path(__file__).parent)
-    environment.filters |= {"printable": _printable, "images": _frame_images}
+    environment.filters["printable"] = _printable
     page = environment.get_template("page.html.jinja").render(
-        path=str(prepared.config.data.path),
-        settings=_settings(prepared),
+        path=str(config.data.path),
         splits=splits,
         samples=samples,
+        images=_frame_images,
         max_media=MAX_MEDIA_SHOWN,
         quarantined=quarantine_sentences(facts),
     )
@@ -78,29 +80,12 @@ def write_page(
         durable_files.write_file(html_path, (page + "\n").encode(errors="backslashreplace"))
 
 
-def _settings(prepared: PreparedDataset) -> dict[str, str]:
-    data = prepared.config.data
-    names = ("max_patches", "min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_pixels")
-    return {
-        "data set": str(data.path),
-        "model": f"{prepared.config.model.hf}, {prepared.spec.family}",
-        "rows": f"seq_len {data.seq_len:,}, " + ("packed" if data.pack else "one sample each"),
-        "limits": ", ".join(f"{name} {value:g}" for name in names if (value := getattr(data, name))),
-    }
-
-
 def _printable(value: object) -> str:
     text = str(value)
     if len(text) > MAX_PIECE_CHARACTERS:
         half = MAX_PIECE_CHARACTERS // 2
         text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
     return "\n".join(map(escape_unprintable, text.split("\n")))
-
-
-def _charts(counted: DatasetStatistics) -> dict[str, list[tuple[float, str]]]:
-    """The histograms by their titles, without those of nothing."""
-    bars = {name: histogram_bars(*counted.sample_quantity(name)) for name in SAMPLE_QUANTITIES}
-    return {f"{name} of a sample": shares for name, shares in bars.items() if shares}
 
 
 def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]) -> list[tuple[float, str]]:
@@ -129,13 +114,13 @@ def choose_samples(counted: DatasetStatistics) -> list[tuple[SampleSource, int]]
         numbers = np.flatnonzero(sizes.usable_mask)
         count = min(len(numbers), -(-SAMPLES_SHOWN // len(usable)))
         shown = numbers[np.linspace(0, len(numbers) - 1, count).astype(int)]
-        chosen += [(sizes.source, sizes.source.indices[number]) for number in shown.tolist()]
+        chosen += [(sizes.source, number) for number in shown.tolist()]
     return chosen
 
 
-def _frame_images(medium: MediumView) -> list[str]:
+def _frame_images(medium: dict[str, Any], pixels: Tensor | None) -> list[str]:
     """Frames with their boxes as JPEG in base64. If there are many, they are chosen at equal distances."""
-    if (pixels := medium.pixels) is None:
+    if pixels is None:
         return []
     frames = np.linspace(0, len(pixels) - 1, min(len(pixels), MAX_MEDIA_SHOWN)).round().astype(int)
     side = MAX_IMAGE_SIDE if len(frames) == 1 else MAX_IMAGE_SIDE // 2
@@ -143,7 +128,7 @@ def _frame_images(medium: MediumView) -> list[str]:
     for frame in frames:
         image = Image.fromarray(pixels[int(frame)].permute(1, 2, 0).numpy())
         line_width = max(1, max(image.size) // side)
-        for box in medium.boxes:
+        for box in medium.get("boxes", ()):
             draw, edge = ImageDraw.Draw(image), 4 * line_width * (len(box) == 2)  # a point is a small square
             corners = [box[0] - edge, box[1] - edge, box[-2] + edge, box[-1] + edge]
             draw.rectangle(corners, outline=BOX_COLOUR, width=line_width)

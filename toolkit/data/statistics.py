@@ -20,24 +20,20 @@ from data_tools.statistics import (
     describe_values,
 )
 from data_tools.worker_pool import default_workers
+from megatron_vl.config import TrainConfig
+from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.location import Location
 from megatron_vl.system.plurals import pluralize
 
-from .prepared_dataset import PreparedDataset
 
-type SplitStatistics = dict[str, DatasetStatistics]
-
-
-def count_splits(prepared: PreparedDataset) -> SplitStatistics:
+def count_splits(config: TrainConfig, encoder: RowEncoder) -> dict[str, DatasetStatistics]:
     """Counts all samples of each split. Sizes that are missing are written first."""
-    index_datasets(prepared.config.data, prepared.spec, prepared.config.model.hf, default_workers())
-    statistics = {}
-    for split in list_splits(prepared.config.data.path):
-        statistics[split] = count_statistics(prepared.row_encoder, prepared.config.model.hf, split)
-    return statistics
+    index_datasets(config.data, encoder.spec, config.model.hf, default_workers())
+    splits = list_splits(config.data.path)
+    return {split: count_statistics(encoder, config.model.hf, split) for split in splits}
 
 
-def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[str, Any]:
+def split_facts(config: TrainConfig, counted: DatasetStatistics) -> dict[str, Any]:
     """What a split holds, as JSON values. Sums are those of usable samples. A sample of a mixture counts
     in the distributions as often as training draws it."""
     counted.check_usable()
@@ -50,17 +46,15 @@ def split_facts(prepared: PreparedDataset, counted: DatasetStatistics) -> dict[s
             **{name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES},
             "turns": each.assistant_turns,
         }
-    distributions = {
-        f"{name} of a sample": describe_values(*counted.sample_quantity(name)) for name in SAMPLE_QUANTITIES
-    }
-    for name, values in counted.row_quantities.items():
-        distributions[f"{name} of a row"] = describe_values(values)
     return {
         "samples": counted.num_samples,
         "usable": counted.num_usable,
         "sources": sources,
-        "distributions": distributions,
-        "pass": counted.pass_facts(prepared.config.global_batch_size),
+        "distributions": {
+            f"{name} of a sample": describe_values(*counted.sample_quantity(name))
+            for name in SAMPLE_QUANTITIES
+        },
+        "pass": counted.pass_facts(config.global_batch_size),
         "left_out": dict(counted.left_out_reasons()),
         "tokens": counted.token_counts(),
     }
@@ -72,11 +66,8 @@ def facts_tables(facts: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
     for lines in (facts["sources"], facts["distributions"]):
         table = {}
         for name, values in lines.items():
-            percent_heads = set(values) if name.startswith("fill") else {"share"}
-            cells = {}
-            for head, value in values.items():
-                cells[head] = f"{value:.2%}" if head in percent_heads else format_number(value)
-            table[name] = cells
+            cells = {head: format_number(value) for head, value in values.items()}
+            table[name] = cells | ({"share": f"{values['share']:.2%}"} if "share" in values else {})
         tables.append(table)
     return tables
 
@@ -102,13 +93,15 @@ def facts_sentences(facts: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def dataset_facts(prepared: PreparedDataset, statistics: SplitStatistics) -> dict[str, Any]:
-    """The output of ``--json``."""
+def dataset_facts(config: TrainConfig, statistics: dict[str, DatasetStatistics]) -> dict[str, Any]:
+    """The output of ``--json``. What conversions left out is there by data set."""
+    sources = (each.source for counted in statistics.values() for each in counted.sources)
+    paths = {str(source.dataset.path): source.dataset.path for source in sources}
     return {
-        "data": str(prepared.config.data.path),
-        "seq_len": prepared.config.data.seq_len,
-        "splits": {split: split_facts(prepared, counted) for split, counted in statistics.items()},
-        "quarantined": quarantined_records(statistics),
+        "data": str(config.data.path),
+        "seq_len": config.data.seq_len,
+        "splits": {split: split_facts(config, counted) for split, counted in statistics.items()},
+        "quarantined": {name: reasons for name, path in paths.items() if (reasons := read_quarantine(path))},
     }
 
 
@@ -142,16 +135,6 @@ def quarantine_sentences(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def quarantined_records(statistics: SplitStatistics) -> dict[str, Counter[str]]:
-    """Why conversions left out records, by data set."""
-    datasets = {
-        str(each.source.dataset.path): each.source.dataset.path
-        for counted in statistics.values()
-        for each in counted.sources
-    }
-    return {name: reasons for name, path in datasets.items() if (reasons := read_quarantine(path))}
-
-
 def read_quarantine(dataset: Location) -> Counter[str]:
     """How many records the quarantine.jsonl of a data set lists for each reason."""
     reasons: Counter[str] = Counter()
@@ -162,10 +145,8 @@ def read_quarantine(dataset: Location) -> Counter[str]:
     return reasons
 
 
-def format_number(value: float | None) -> str:
+def format_number(value: float) -> str:
     """Formats a number with at most four significant digits below 1,000, and as a whole number above."""
-    if value is None:
-        return "unknown"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 

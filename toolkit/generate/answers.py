@@ -190,10 +190,8 @@ def _encoded_samples(
     row_encoder = open_encoder(data_config, answerer.encoder.spec, answerer.hf_dir)
     for source in read_sources(data_config.path, config.eval.split):
         with closing(SampleReader(source)) as reader:
-            for index in source.indices:
+            for index in range(len(source)):
                 raw_sample = reader.read_sample(index, with_media=True)
-                if raw_sample is None:  # split.yaml excludes it
-                    continue
                 encoded = row_encoder.preencode_sample(raw_sample)
                 if encoded.is_document:
                     left_out["a document has no question"] += 1

@@ -151,7 +151,7 @@ def resolve_on_given_rows(config: TrainConfig) -> ResolvedRun:
         dp=dist.get_world_size() // layout.replica_ranks,
         layer_split_origin="given",
         source_checkpoint=None,
-        facts_by_split={"train": SplitFacts(GivenRows.dataset_identity, 0)},
+        facts_by_split={"train": SplitFacts(GivenRows.dataset_identity)},
         run_notes=(),
         model_digests=read_model_digests(config, None),
     )

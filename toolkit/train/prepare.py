@@ -105,7 +105,7 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
     Of records that no start has converted, the first stand for all, in a folder that is removed.
 
     Raises:
-        PrepareError, ConvertError, ReadError: as :func:`convert_once` raises them.
+        PrepareError, ConvertError: as :func:`convert_once` raises them.
     """
     if is_hub_name(config.model.hf):
         hf_dir = download_model(config.model.hf, local_files_only=True)
@@ -201,7 +201,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     Raises:
         PrepareError: the records have changed, none can be used, more than 1 % cannot, or another start
             converts them now.
-        ReadError: as :func:`data_tools.convert.convert_dataset` raises it.
+        ConvertError: as :func:`data_tools.convert.convert_dataset` raises it.
     """
     if _was_converted(records_path, dataset_dir, options):
         _print_progress(f"{dataset_dir} was converted from {records_path} before")
@@ -344,7 +344,7 @@ def choose_row_length(config: TrainConfig) -> int:
     Writes the sizes of samples if they are missing.
 
     Raises:
-        SizesError: no sample can be used.
+        LoaderError: no sample can be used.
     """
     from data_tools.sample_sizes import index_datasets
     from data_tools.sample_sources import open_encoder

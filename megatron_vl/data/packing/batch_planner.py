@@ -20,7 +20,7 @@ from megatron_vl.data.packing.plan_rows import (
     assign_rows_to_ranks,
     plan_rows,
 )
-from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state_json import LoaderStateError
 
@@ -178,15 +178,22 @@ class BatchPlanner:
     def _draw_samples(self) -> Integers:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
         unusable_chunks = [self._waiting_samples[:, :0]]
-        search = _UsableSampleSearch(self.seq_len, self.max_patches)
+        largest_sizes = np.array([[self.seq_len], [self.max_patches or NO_LIMIT]])
+        consecutive_unusable = 0
         sample_counts = self.sample_order.sample_counts
         min_searched = MIN_SEARCHED if len(sample_counts) > 1 else 0
         max_searched = min(max(min_searched, 2 * sum(sample_counts)), MAX_SEARCHED)
         while draw_count := min(self._next_draw_count(), self._draws_left()):
             samples = self._cut_samples(self._with_sizes(*self.sample_order.draw_samples(draw_count)))
-            is_usable = search.find_usable(samples[3:])
-            if search.consecutive_unusable > max_searched:
-                raise LoaderError(search.message())
+            is_usable = (samples[3] > 0) & (samples[3:] <= largest_sizes).all(axis=0)
+            consecutive_unusable = 0 if is_usable.any() else consecutive_unusable + samples.shape[1]
+            if consecutive_unusable > max_searched:
+                patches_text = f" or data.max_patches {self.max_patches}" if self.max_patches else ""
+                raise LoaderError(
+                    f"{consecutive_unusable} samples in a row cannot be used: they have no tokens, or more"
+                    f" than data.seq_len {self.seq_len}{patches_text}. Raise these, or lower data.max_pixels"
+                    " if images fill rows; `megatron-vl data show` says how large samples are"
+                )
             if not is_usable.all():
                 samples[3:, ~is_usable] = 0
                 unusable_chunks.append(samples[:, ~is_usable])
@@ -336,47 +343,3 @@ class BatchPlanner:
             tables.append(np.stack([np.full_like(returning, source_index), returning]))
         tables.append(np.stack([current_indices, draw_numbers])[:, current_indices >= 0])
         return np.concatenate(tables, axis=1)
-
-
-class _UsableSampleSearch:
-    """Finds the usable samples among drawn ones, and counts the unusable ones since the last usable one."""
-
-    def __init__(self, seq_len: int, max_patches: int) -> None:
-        self.limits = {"tokens": ("data.seq_len", seq_len), "patches": ("data.max_patches", max_patches)}
-        self.largest_sizes = np.array([[seq_len], [max_patches or NO_LIMIT]])
-        self.consecutive_unusable = 0
-        self.smallest_oversized = np.array([NO_LIMIT, NO_LIMIT])
-
-    def find_usable(self, sizes: Integers) -> NDArray[np.bool_]:
-        """Whether each of the next samples can be used, bool [n].
-
-        Args:
-            sizes: int64 [2, n], tokens and patches.
-        """
-        is_oversized = sizes > self.largest_sizes
-        is_usable = (sizes[0] > 0) & ~is_oversized.any(axis=0)
-        if is_usable.any():
-            self.consecutive_unusable = 0
-            self.smallest_oversized[:] = NO_LIMIT
-        else:
-            self.consecutive_unusable += sizes.shape[1]
-            smallest = np.where(is_oversized, sizes, NO_LIMIT).min(axis=1)
-            self.smallest_oversized = np.minimum(self.smallest_oversized, smallest)
-        return is_usable
-
-    def message(self) -> str:
-        """A message that says why nothing can be used."""
-        limits = " or ".join(f"{name} {limit}" for name, limit in self.limits.values() if limit)
-        reason = (
-            f"{self.consecutive_unusable} samples in a row cannot be used: they have no tokens, or more than"
-            f" {limits}"
-        )
-        smallest = {
-            name: f"the smallest above {name} has {size} {unit}"
-            for (unit, (name, _)), size in zip(self.limits.items(), self.smallest_oversized, strict=True)
-            if size < NO_LIMIT
-        }
-        if not smallest:
-            return reason
-        advice = f"raise {' and '.join(smallest)}, or lower data.max_pixels if images fill it"
-        return f"{reason}. Of these, {' and '.join(smallest.values())}: {advice}"

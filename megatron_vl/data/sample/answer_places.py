@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_vl.data.sample.conversation_checks import ChatError
-from megatron_vl.data.sample.deadline import SampleDeadline
+from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.thinking import EMPTY_THINK_BLOCK
 
 TURNS_NOT_FOUND_TEXT = (
@@ -28,7 +28,6 @@ def find_answers(
     messages: Sequence[dict[str, Any]],
     rendered_text: str,
     render: Callable[[list[dict[str, Any]]], str],
-    deadline: SampleDeadline,
 ) -> list[AnswerPlace]:
     """The place in ``rendered_text`` of each answer.
 
@@ -41,7 +40,6 @@ def find_answers(
 
     Raises:
         ChatError: the template renders other turns differently when an answer changes.
-        SampleTimeoutError: the deadline has passed.
     """
     answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
@@ -59,7 +57,7 @@ def find_answers(
         marked = chosen_answers + closing
         if not marked:
             return [rendered_text]
-        deadline.check_time()
+        check_time()
         marked_messages = list(messages)
         for i in marked:
             is_text = isinstance(messages[i].get("content"), str | None)

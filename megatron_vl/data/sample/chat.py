@@ -47,7 +47,7 @@ from megatron_vl.data.sample.conversation_checks import (
     find_lost_text,
     order_results,
 )
-from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
+from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.parts import ExchangeStart
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, shared_tokenizer
@@ -189,7 +189,6 @@ class ChatEncoder:
         messages: Sequence[dict[str, Any]],
         media_grids: Sequence[GridTHW],
         tools: Sequence[dict[str, Any]] = (),
-        deadline: SampleDeadline = NO_DEADLINE,
         template_arguments: Mapping[str, Any] | None = None,
         exchange_starts: list[ExchangeStart] | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -200,7 +199,6 @@ class ChatEncoder:
                 also ``reasoning_content``, ``tool_calls`` and ``loss_weight`` in the assistant's.
             media_grids: the media in the order of the text.
             tools: the functions that the assistant may call.
-            deadline: checked between the steps.
             template_arguments: the record's own ``chat_template_kwargs``.
             exchange_starts: gets the beginnings of the exchanges, or none if the conversation cannot be cut.
 
@@ -211,7 +209,6 @@ class ChatEncoder:
         Raises:
             ChatError: the placeholders in the text do not match the media, or the template does not write
                 tools, calls or reasoning that the conversation has.
-            SampleTimeoutError: the deadline has passed.
         """
         answers = [message for message in messages if message.get("role") == "assistant"]
         turn_weights = [answer.get("loss_weight", 1.0) for answer in answers]
@@ -222,7 +219,7 @@ class ChatEncoder:
         self._check_placeholders(text, media_grids)
 
         # Turns are found before timestamps change the text.
-        places = find_answers(messages, text, render, deadline)
+        places = find_answers(messages, text, render)
         answer_spans = [(start, end) for start, end, _ in places]
         if lost_text := find_lost_text(messages, text, answer_spans, self.template_writes_thinking):
             raise ChatError(
@@ -235,7 +232,7 @@ class ChatEncoder:
         text, spans, video_spans = self._insert_timestamps(text, spans, media_grids)
         trained_spans, cut_spans = spans[: len(places)], spans[len(places) :]
 
-        deadline.check_time()
+        check_time()
         encoded_text = self._fast_tokenizer.encode(text)
         # NumPy, because an operation on so few numbers costs three times as much in torch.
         token_ids = np.array(encoded_text.ids, dtype=np.int64)

@@ -86,7 +86,7 @@ def order_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Results without ids, and results of calls without ids, stay in their order.
 
     Raises:
-        ChatError: the ids of calls and results differ, or a result with media would have to move.
+        ChatError: calls and results differ in number or ids, or a result with media would have to move.
     """
     ordered_messages: list[dict[str, Any]] = []
     call_ids: list[Any] = []
@@ -132,6 +132,9 @@ def _in_call_order(results: list[dict[str, Any]], call_ids: list[Any]) -> list[d
                 "results and calls differ",
             )
         results = ordered_results
+    elif len(results) != len(call_ids):
+        detail = f"{len(call_ids)} calls have {len(results)} results; each call needs one result"
+        raise ChatError(detail, "results and calls differ")
     return [_without_key(result, "tool_call_id") for result in results]
 
 

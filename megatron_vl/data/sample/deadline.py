@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 SAMPLE_TIMEOUT_S = 300.0
 """Seconds that reading a sample, making tokens of its text and decoding its media may each take."""
+
+_end_time: ContextVar[float] = ContextVar("end_time", default=float("inf"))
 
 
 class SampleTimeoutError(Exception):
     """A sample took too long."""
 
 
-class SampleDeadline:
-    """Ends work that takes too long. The work calls :meth:`check_time` between its steps.
-
-    Args:
-        timeout_seconds: seconds from now on; 0: no limit.
-    """
-
-    def __init__(self, timeout_seconds: float = 0.0) -> None:
-        self.timeout_seconds = timeout_seconds
-        self._end_time = time.monotonic() + timeout_seconds
-
-    def check_time(self) -> None:
-        """Raises :class:`SampleTimeoutError` if the time is up."""
-        if self.timeout_seconds and time.monotonic() > self._end_time:
-            raise SampleTimeoutError(f"it took longer than {self.timeout_seconds:g} s")
+@contextmanager
+def limited_time() -> Iterator[None]:
+    """Ends work on a sample that takes too long: the work calls :func:`check_time` between its steps."""
+    token = _end_time.set(time.monotonic() + SAMPLE_TIMEOUT_S)
+    try:
+        yield
+    finally:
+        _end_time.reset(token)
 
 
-NO_DEADLINE = SampleDeadline()
+def check_time() -> None:
+    """Raises :class:`SampleTimeoutError` if the time is up."""
+    if time.monotonic() > _end_time.get():
+        raise SampleTimeoutError(f"it took longer than {SAMPLE_TIMEOUT_S:g} s")

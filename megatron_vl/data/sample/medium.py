@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 from megatron_vl.data.sample.frame_archive import PixelError, is_frame_archive
 from megatron_vl.data.sample.grids import MAX_ASPECT_RATIO, VideoInfo, image_grid, pixels_text, video_grid
 from megatron_vl.data.sample.images import (
@@ -181,18 +180,13 @@ def stored_video_info(media_record: dict[str, Any]) -> VideoInfo:
 
 
 def decode_media_planes(
-    media_record: dict[str, Any],
-    media_bytes: bytes,
-    grid: GridTHW,
-    settings: PixelSettings,
-    deadline: SampleDeadline = NO_DEADLINE,
+    media_record: dict[str, Any], media_bytes: bytes, grid: GridTHW, settings: PixelSettings
 ) -> Tensor:
     """Decodes a stored medium. An image larger than its stored size is refused.
 
     Raises:
         PixelError: the medium does not decode.
-        SampleTimeoutError: the deadline has passed while a video was decoded.
     """
     if media_record["kind"] == "image":
         return image_planes(media_bytes, grid, settings, media_record["height"] * media_record["width"])
-    return video_planes(media_bytes, stored_video_info(media_record), grid, settings, deadline)
+    return video_planes(media_bytes, stored_video_info(media_record), grid, settings)

@@ -13,13 +13,14 @@ import operator
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
+from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.grids import VideoInfo, pixels_text
 
@@ -290,7 +291,7 @@ def _has_gif_end(gif_bytes: bytes) -> bool:
     return block == b";"
 
 
-def list_frames(video_container: Any, deadline: SampleDeadline = NO_DEADLINE) -> FrameTable | None:
+def list_frames(video_container: Any) -> FrameTable | None:
     """Lists the packets of the video track. Returns None if they do not say which frames there are.
 
     The container is at its end afterwards.
@@ -300,7 +301,7 @@ def list_frames(video_container: Any, deadline: SampleDeadline = NO_DEADLINE) ->
         return None
     packet_times = []
     for video_packet in video_container.demux(video_stream):
-        deadline.check_time()
+        check_time()
         if not video_packet.size:  # the flush at the end
             continue
         if video_packet.pts is None or video_packet.is_discard or video_packet.is_corrupt:
@@ -316,10 +317,7 @@ def list_frames(video_container: Any, deadline: SampleDeadline = NO_DEADLINE) ->
 
 
 def decode_frames_at(
-    open_container: Callable[[], Any],
-    frame_count: int,
-    frame_numbers: Sequence[int],
-    deadline: SampleDeadline,
+    open_container: Callable[[], Any], frame_count: int, frame_numbers: Sequence[int]
 ) -> Iterator[Any]:
     """PyAV's frames of the video track, in order.
 
@@ -332,7 +330,6 @@ def decode_frames_at(
         The chosen frames; fewer if the file ends earlier.
 
     Raises:
-        SampleTimeoutError: the deadline has passed.
         av.FFmpegError, OSError, ValueError: as PyAV raises them.
     """
     yielded_frames = 0
@@ -340,22 +337,20 @@ def decode_frames_at(
     largest_gap = max(map(operator.sub, frame_numbers, previous_numbers))
     if largest_gap > SEEK_DISTANCE:
         with open_container() as video_container:
-            listed_frames = list_frames(video_container, deadline)
+            listed_frames = list_frames(video_container)
         if listed_frames is not None and len(listed_frames.frame_times) == frame_count:
             with open_container() as video_container:
-                try:
-                    for video_frame in _seek_frames(video_container, listed_frames, frame_numbers, deadline):
+                with suppress(_SeekMismatchError, OSError, ValueError):  # PyAV's errors are of these kinds
+                    for video_frame in _seek_frames(video_container, listed_frames, frame_numbers):
                         yielded_frames += 1
                         yield video_frame
                     return
-                except (_SeekMismatchError, OSError, ValueError):  # PyAV's errors are of these kinds
-                    deadline.check_time()
 
     with open_container() as video_container:
         remaining_numbers = iter(frame_numbers[yielded_frames:])
         next_number = next(remaining_numbers)
         for current_number, video_frame in enumerate(video_container.decode(choose_track(video_container))):
-            deadline.check_time()
+            check_time()
             if current_number == next_number:
                 yield video_frame
                 next_number = next(remaining_numbers, -1)
@@ -364,7 +359,7 @@ def decode_frames_at(
 
 
 def _seek_frames(
-    video_container: Any, listed_frames: FrameTable, frame_numbers: Sequence[int], deadline: SampleDeadline
+    video_container: Any, listed_frames: FrameTable, frame_numbers: Sequence[int]
 ) -> Iterator[Any]:
     """Yields the chosen frames, each decoded from a key frame before it."""
     video_stream = choose_track(video_container)
@@ -378,7 +373,7 @@ def _seek_frames(
             decoded_frames = video_container.decode(video_stream)
 
         for video_frame in decoded_frames:
-            deadline.check_time()
+            check_time()
             if video_frame.pts is None or video_frame.is_corrupt:
                 raise _SeekMismatchError
             if video_frame.pts >= listed_frames.frame_times[frame_number]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
+from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.frame_archive import FrameArchive, PixelError, is_frame_archive, is_frame_rate
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, pixels_text
 from megatron_vl.data.sample.images import (
@@ -73,23 +73,16 @@ def _decode_archive_frame(frame_archive: FrameArchive, frame_number: int, max_pi
         raise type(error)(f"{frame_archive.image_name(frame_number)}: {error}") from error
 
 
-def video_planes(
-    video_bytes: bytes,
-    video_info: VideoInfo,
-    grid: GridTHW,
-    settings: PixelSettings,
-    deadline: SampleDeadline = NO_DEADLINE,
-) -> Tensor:
+def video_planes(video_bytes: bytes, video_info: VideoInfo, grid: GridTHW, settings: PixelSettings) -> Tensor:
     """The planes, uint8 [frames, h * w, patch * patch * 3], of the sampled frames of a video file.
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than ``video_info`` says.
-        SampleTimeoutError: the deadline has passed.
     """
     frame_numbers = frame_indices(video_info, settings)
     planes = torch.empty((len(frame_numbers), grid.h * grid.w, 3 * settings.patch_size**2), dtype=torch.uint8)
     # Frames in their stored size are large: 768 of 1080p take 4.5 GiB. Only a few of them exist at a time.
-    frames = iterate_frames(video_bytes, video_info, frame_numbers, deadline)
+    frames = iterate_frames(video_bytes, video_info, frame_numbers)
     for i, frame_batch in enumerate(batched(frames, FRAMES_PER_RESIZE)):
         if {frame.shape[1:] for frame in frame_batch} != {(video_info.height, video_info.width)}:
             raise PixelError("a frame of the video has another size than when it was converted")
@@ -99,10 +92,7 @@ def video_planes(
 
 
 def iterate_frames(
-    video_bytes: bytes,
-    video_info: VideoInfo,
-    frame_numbers: Sequence[int],
-    deadline: SampleDeadline = NO_DEADLINE,
+    video_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int]
 ) -> Iterator[Tensor]:
     """Yields frames of a video file, each uint8 [3, height, width], in RGB, upright, in full size.
 
@@ -111,10 +101,9 @@ def iterate_frames(
 
     Raises:
         PixelError: the file does not decode, or a frame of ``frame_numbers`` is missing.
-        SampleTimeoutError: the deadline has passed.
     """
     if is_frame_archive(video_bytes):
-        yield from _archive_frames(video_bytes, video_info, frame_numbers, deadline)
+        yield from _archive_frames(video_bytes, video_info, frame_numbers)
         return
     from av.video.reformatter import VideoReformatter
 
@@ -127,7 +116,7 @@ def iterate_frames(
     decoded_count = 0
     with pixel_errors("video"):
         for video_frame in decode_frames_at(
-            lambda: _open_video(video_bytes, max_pixels), video_info.frame_count, frame_numbers, deadline
+            lambda: _open_video(video_bytes, max_pixels), video_info.frame_count, frame_numbers
         ):
             rgb_array = frame_converter.reformat(video_frame, format="rgb24", threads=1).to_ndarray()
             decoded_count += 1
@@ -138,13 +127,13 @@ def iterate_frames(
 
 
 def _archive_frames(
-    archive_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int], deadline: SampleDeadline
+    archive_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int]
 ) -> Iterator[Tensor]:
     """:func:`iterate_frames` of an archive of frames."""
     frame_archive = FrameArchive(archive_bytes)
     max_pixels = video_info.height * video_info.width
     for frame_number in frame_numbers:
-        deadline.check_time()
+        check_time()
         if frame_number >= len(frame_archive):
             raise PixelError(f"frame {frame_number} of the video is missing")
         frame_pixels = _decode_archive_frame(frame_archive, frame_number, max_pixels)

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_vl.data.source.blend import list_names
-
 TOO_LONG = "longer than seq_len"
 TOO_MANY_PATCHES = "more than max_patches"
 NOT_IN_CHAT_TEMPLATE = "not written by the chat template"
@@ -21,6 +19,8 @@ LIMIT_BY_REASON = {TOO_LONG: ("tokens", "data.seq_len"), TOO_MANY_PATCHES: ("pat
 """Unit and field of the limit that a sample of such a reason exceeds."""
 MAX_LISTED_PER_ROW = 256
 """Largest number of samples that one row lists. Further ones are only counted."""
+MIN_SEEN = 1000
+"""Divisor of the share of unusable samples while fewer were seen."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,15 @@ def details_by_reason(dropped_samples: Iterable[Mapping[str, Any]]) -> dict[str,
 class BadSampleMeter:
     """Notices when the share of unusable samples is too large.
 
-    The share is ``bad / max(seen, minimum_samples)``. So a few bad samples at the start do not stop a run. A
-    data set that is bad from the start is noticed before ``minimum_samples`` samples were read.
+    The share is ``bad / max(seen, MIN_SEEN)``. So a few bad samples at the start do not stop a run. A data
+    set that is bad from the start is noticed before :data:`MIN_SEEN` samples were read.
 
     Args:
         max_share: largest accepted share, from 0 (none) to 1 (any).
-        minimum_samples: divisor of the share while fewer samples were seen. To tolerate a missing shard that
-            is a small part of the data, give the number of samples of the data set.
     """
 
-    def __init__(self, max_share: float, minimum_samples: int = 1000) -> None:
-        self.max_share, self.minimum_samples = max_share, minimum_samples
+    def __init__(self, max_share: float) -> None:
+        self.max_share = max_share
         self.used_count = 0
         self.reason_counts: Counter[str] = Counter()
         self.largest_sizes: dict[str, int] = {}
@@ -106,7 +104,7 @@ class BadSampleMeter:
 
     @property
     def bad_share(self) -> float:
-        return self.bad_count / max(self.used_count + self.bad_count, self.minimum_samples)
+        return self.bad_count / max(self.used_count + self.bad_count, MIN_SEEN)
 
     def stop_reason(self) -> str:
         """Why the run must stop; empty while the share is within the limit."""
@@ -115,7 +113,7 @@ class BadSampleMeter:
         seen_count = self.used_count + self.bad_count
         return (
             f"{self.bad_count} of {seen_count} samples could not be used, more than data.max_bad_share"
-            f" {self.max_share:g} (of {max(seen_count, self.minimum_samples)}): {self.counts_by_reason()}."
+            f" {self.max_share:g} (of {max(seen_count, MIN_SEEN)}): {self.counts_by_reason()}."
             f" {self.advice_text()}; or raise data.max_bad_share"
         )
 
@@ -140,7 +138,7 @@ class BadSampleMeter:
         texts = []
         for reason, count in self.reason_counts.most_common():
             names = sorted(self.datasets_by_reason.get(reason, ()))
-            texts.append(f"{count} {reason}" + (f" (source {list_names(names)})" if names else ""))
+            texts.append(f"{count} {reason}" + (f" (source {', '.join(names)})" if names else ""))
         return ", ".join(texts)
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,9 +24,10 @@ import yaml
 from braceexpand import braceexpand
 
 from megatron_vl.config.run_file import yaml_error_message
-from megatron_vl.data.source.blend import NAME_FIELD, read_blend_sources
+from megatron_vl.data.source.blend import AMOUNT_BY_KIND, NAME_FIELD, read_blend_sources
 from megatron_vl.data.source.location import (
     DataPath,
+    LoaderError,
     Location,
     location_is_file,
     location_size_bytes,
@@ -36,7 +36,6 @@ from megatron_vl.data.source.location import (
     resolve_location,
 )
 from megatron_vl.data.source.tar_list import TARS_FILE, TarList, read_tar_list
-from megatron_vl.system.errors import UserError
 
 METADATA_DIR = ".nv-meta"
 SIZES_DIR = "sizes"
@@ -51,35 +50,12 @@ MAX_YAML_DEPTH = 100
 """Largest depth of nested mappings and lists."""
 CODE_NAMING_KEYS = ("__module__", "__class__", "__function__")
 PLAIN_DATASET_FIELDS = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
-METADATASET_CLASSES = ("Metadataset", "MetadatasetV2")
-METADATASET_KEYS = {
-    "path",
-    "blend",
-    "blend_epochized",
-    "datasets",
-    "weight",
-    "repetitions",
-    "split_part",
-    "subflavors",
-    "subset",
-    "range",
-}
-"""The keys that a split of a metadataset may have. All others (joins, other description files, auxiliary
-data) name code or lead elsewhere."""
-METADATASET_DEFAULTS = {"weight": 1, "repetitions": 1, "subset": None}
-"""Energon's defaults for keys that a metadataset does not set."""
-MAX_METADATASET_DEPTH = 8
-"""Largest depth of nested metadatasets."""
+METADATASET_FIELDS = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+PART_KEYS = {"path", "weight", "repetitions", "split_part", "subflavors"}
+"""The keys that a part of a metadataset may have. All others (subsets, joins, other description files,
+auxiliary data) change the samples, name code or lead elsewhere."""
 MAX_ID_BYTES = 100
 """Largest size of an id in bytes."""
-
-
-class DescriptionError(UserError, ValueError):
-    """A description that is refused. The message names the file and what is wrong with it."""
-
-
-class LoaderError(UserError, ValueError):
-    """A data set or a setting that cannot be loaded. The message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +65,6 @@ class SplitFacts:
     dataset_identity: dict[str, Any]
     """Determines the order of samples, as JSON values.
     :func:`~megatron_vl.data.source.blend.blend_change_lines` compares two of them."""
-    largest_shard: int
-    """Number of samples in the largest shard."""
     datasets: tuple[tuple[str, str], ...] = ()
     """The data sets that the split reads, in the order of a blend's sources: path, and split of it."""
     datasets_without_sizes: tuple[str, ...] = ()
@@ -105,7 +79,7 @@ class DatasetDescription:
     shards_by_split: dict[str, list[str]]
     """Names of shards by split, with braces expanded, without excluded shards."""
     excluded_names: list[str]
-    """Shards and samples (``shard/key``) that are left out."""
+    """Shards that are left out."""
     samples_by_shard: dict[str, int]
     """Number of samples of each shard."""
     content_id: str
@@ -114,29 +88,27 @@ class DatasetDescription:
     parts: tuple[DatasetDescription, ...] = ()
     """The data sets of a folder of parts, which are read as one."""
 
-    @property
-    def excluded_samples(self) -> list[str]:
-        return [name for name in self.excluded_names if name not in self.samples_by_shard]
-
     def split_identity(self, split_name: str) -> dict[str, Any]:
         """The identity by content. It does not contain the path, so that the folder can be moved."""
         names = self._split_shards(split_name)
-        listed_text = "".join(f"{name} {self.samples_by_shard.get(name)}\n" for name in names)
+        listed_text = "".join(f"{name} {self.samples_by_shard[name]}\n" for name in names)
         listed_text += "".join(f"-{name}\n" for name in self.excluded_names)
         list_digest = hashlib.sha256(listed_text.encode()).hexdigest()[:16]
         return {
             "content": self.content_id,
             "split": split_name,
-            "samples": self._split_sample_count(split_name),
+            "samples": sum(self.samples_by_shard[name] for name in names),
             "shards": len(names),
             "list": list_digest,
         }
 
     def split_facts(self, split_name: str) -> SplitFacts:
         """The facts of a split. Raises :class:`LoaderError` if it is empty."""
-        names = self._split_shards(split_name)
-        largest_shard = max(self.samples_by_shard.get(name, 0) for name in names)
-        return SplitFacts(self.split_identity(split_name), largest_shard, ((str(self.path), split_name),))
+        return SplitFacts(self.split_identity(split_name), ((str(self.path), split_name),))
+
+    def split_parts(self, split_name: str) -> list[tuple[DatasetDescription, str]]:
+        """Itself, as :meth:`MetadatasetDescription.split_parts`."""
+        return [(self, split_name)]
 
     def _split_shards(self, split_name: str) -> list[str]:
         names = self.shards_by_split.get(split_name) or []
@@ -149,81 +121,59 @@ class DatasetDescription:
             )
         return names
 
-    def _split_sample_count(self, split_name: str) -> int | None:
-        try:
-            return sum(self.samples_by_shard[name] for name in self.shards_by_split[split_name])
-        except KeyError:  # the data set was prepared by hand, and Energon refuses it with its own message
-            return None
-
 
 @dataclass(frozen=True)
 class MetadatasetDescription:
     """A file that mixes data sets."""
 
     path: Location
-    split_fields: dict[str, Any]
-    """The splits as the file has them."""
-    inner_by_path: dict[str, DatasetDescription | MetadatasetDescription]
+    mixtures: dict[str, tuple[str, list[dict[str, Any]]]]
+    """For each split, the kind of its blend (:data:`~megatron_vl.data.source.blend.AMOUNT_BY_KIND`), empty
+    for a single data set; and its parts as the file has them."""
+    dataset_by_path: dict[str, DatasetDescription]
     """The data sets that the file names, by their path in it."""
 
     def split_identity(self, split_name: str) -> dict[str, Any]:
-        """The mixture's structure and weights, and the identity of each part.
+        """The mixture's weights, and the identity of each part.
 
         The fields ``name`` and ``called`` are only for messages.
         """
-        return {"mixture": self._value_identity(self._split_content(split_name), split_name)}
+        kind, parts = self._mixture(split_name)
+        identities = []
+        for part, (dataset, part_split) in zip(parts, self.split_parts(split_name), strict=True):
+            identity = {key: part[key] for key in ("weight", "repetitions") if part.get(key, 1) != 1}
+            identity |= {"name": part["path"], "data": dataset.split_identity(part_split)}
+            if called := (part.get("subflavors") or {}).get(NAME_FIELD):
+                identity["called"] = str(called)
+            identities.append(identity)
+        return {"mixture": {kind: identities} if kind else identities[0]}
 
     def split_facts(self, split_name: str) -> SplitFacts:
         """The facts of a split.
 
         Raises:
-            LoaderError: there is no such split, or it is empty in one of the parts.
-            BlendError: its weights or repetitions make no blend.
+            LoaderError: there is no such split, it is empty in one of the parts, or its weights or
+                repetitions make no blend.
         """
-        part_facts = [data.split_facts(part) for data, part in self.split_parts(split_name)]
-        largest_shard = max((part.largest_shard for part in part_facts), default=0)
         dataset_identity = self.split_identity(split_name)
-        # This refuses impossible weights before Energon reads them.
+        # This refuses impossible weights.
         read_blend_sources(dataset_identity, description_path=str(self.path))
-        datasets = tuple(dataset for part in part_facts for dataset in part.datasets)
-        return SplitFacts(dataset_identity, largest_shard, datasets)
+        datasets = tuple((str(dataset.path), split) for dataset, split in self.split_parts(split_name))
+        return SplitFacts(dataset_identity, datasets)
 
-    def split_parts(self, split_name: str) -> list[tuple[DatasetDescription | MetadatasetDescription, str]]:
-        """The data sets and metadatasets that a split names, each with the split that is read of it."""
-        parts = _named_parts(self._split_content(split_name), split_name)
-        return [(self.inner_by_path[fields["path"]], part_split) for fields, part_split in parts]
+    def split_parts(self, split_name: str) -> list[tuple[DatasetDescription, str]]:
+        """The data sets of a split, each with the split that is read of it, in the order of its sources."""
+        _, parts = self._mixture(split_name)
+        return [(self.dataset_by_path[part["path"]], part.get("split_part") or split_name) for part in parts]
 
-    def _split_content(self, split_name: str) -> Any:
-        if split_name not in self.split_fields:
-            existing_splits = ", ".join(sorted(map(str, self.split_fields))) or "none"
+    def _mixture(self, split_name: str) -> tuple[str, list[dict[str, Any]]]:
+        if split_name not in self.mixtures:
+            existing_splits = ", ".join(sorted(map(str, self.mixtures))) or "none"
             raise LoaderError(
                 f"{self.path} has no split {split_name!r}; splits that are there: {existing_splits}. Give"
                 " another one, or add it"
             )
-        return self.split_fields[split_name]
-
-    def _value_identity(self, field_value: Any, split_name: str) -> Any:
-        if isinstance(field_value, list):
-            return [self._value_identity(inner, split_name) for inner in field_value]
-        if not isinstance(field_value, dict):
-            return field_value
-        split_name = field_value.get("split_part") or split_name
-        identity_fields = {}
-        for key, inner in field_value.items():
-            is_default = key in METADATASET_DEFAULTS and inner == METADATASET_DEFAULTS[key]
-            if key not in ("path", "split_part", "subflavors") and not is_default:
-                identity_fields[key] = self._value_identity(inner, split_name)
-
-        if "path" in field_value:
-            identity_fields |= {
-                "name": field_value["path"],
-                "data": self.inner_by_path[field_value["path"]].split_identity(split_name),
-            }
-            part_subflavors = field_value.get("subflavors")
-            if isinstance(part_subflavors, dict) and part_subflavors.get(NAME_FIELD):
-                identity_fields["called"] = str(part_subflavors[NAME_FIELD])
-
-        return identity_fields
+        return self.mixtures[split_name]
 
 
 Description = DatasetDescription | MetadatasetDescription
@@ -233,52 +183,31 @@ def read_description(data_path: DataPath | Location) -> Description:
     """Reads the description of a data set, or of a metadataset or list and all data sets that it names.
 
     Raises:
-        LoaderError: ``data_path`` is not such a data set.
-        DescriptionError: a description does more than list shards.
+        LoaderError: ``data_path`` is not such a data set, or a description does more than list shards.
     """
     if isinstance(data_path, list):
-        inner_by_path = {part["path"]: read_description(part["path"]) for part in data_path}
-        blend = {"blend": [{"weight": 1, **part} for part in data_path]}
-        split_names = set().union(*map(_split_names, inner_by_path.values()))
-        return MetadatasetDescription(Path("data.path"), dict.fromkeys(split_names, blend), inner_by_path)
-
-    dataset_path = resolve_location(data_path) if isinstance(data_path, str) else data_path
-    if (
-        not part_folders(dataset_path)
-        and not location_is_file(dataset_path)
-        and not location_is_file(dataset_path / METADATA_DIR / "split.yaml")
-    ):
-        raise LoaderError(
-            f"data.path {dataset_path} is not a data set; give a folder written by `megatron-vl data convert`"
+        datasets = {part["path"]: read_dataset(resolve_location(part["path"])) for part in data_path}
+        split_names = {name for dataset in datasets.values() for name in dataset.shards_by_split}
+        return MetadatasetDescription(
+            Path("data.path"), dict.fromkeys(split_names, ("blend", data_path)), datasets
         )
-    return _read_cached(dataset_path, 0, {})
+    dataset_path = resolve_location(data_path) if isinstance(data_path, str) else data_path
+    return _read_metadataset(dataset_path) if location_is_file(dataset_path) else read_dataset(dataset_path)
 
 
-def _read_cached(
-    description_path: Location, nesting_depth: int, read_descriptions: dict[Location, Description]
-) -> Description:
-    """The description of one folder or file.
+def read_dataset(dataset_path: Location, *, checks_shards: bool = True) -> DatasetDescription:
+    """The description of a data set's folder, or of a folder of its parts.
 
     Args:
-        nesting_depth: number of metadatasets around it.
-        read_descriptions: descriptions that were already read, so that each is read only once.
+        checks_shards: whether to look at the shards too, which one rank does for all.
     """
-    if description_path not in read_descriptions:
-        description: Description
-        if location_is_file(description_path):
-            description = _read_metadataset(description_path, nesting_depth, read_descriptions)
-        elif folders := part_folders(description_path):
-            description = _join_parts(description_path, [_read_dataset(folder) for folder in folders])
-        else:
-            description = _read_dataset(description_path)
-        read_descriptions[description_path] = description
-    return read_descriptions[description_path]
-
-
-def _split_names(description: Description) -> set[str]:
-    if isinstance(description, DatasetDescription):
-        return set(description.shards_by_split)
-    return set(description.split_fields)
+    if folders := part_folders(dataset_path):
+        return _join_parts(dataset_path, [_read_dataset(folder, checks_shards) for folder in folders])
+    if not location_is_file(dataset_path / METADATA_DIR / "split.yaml"):
+        raise LoaderError(
+            f"{dataset_path} is not a data set; give a folder written by `megatron-vl data convert`"
+        )
+    return _read_dataset(dataset_path, checks_shards)
 
 
 def _join_parts(dataset_path: Location, parts: list[DatasetDescription]) -> DatasetDescription:
@@ -305,13 +234,13 @@ def join_content_ids(content_ids: list[str]) -> str:
     return hashlib.sha256("\n".join(content_ids).encode()).hexdigest()[:32]
 
 
-def _read_dataset(dataset_path: Location) -> DatasetDescription:
+def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescription:
     metadata_dir = dataset_path / METADATA_DIR
     dataset_fields = _read_description_file(metadata_dir / "dataset.yaml")
     unknown_fields = dataset_fields.keys() - PLAIN_DATASET_FIELDS.keys() - {"subflavors"}
     is_plain = all(dataset_fields.get(key) == value for key, value in PLAIN_DATASET_FIELDS.items())
     if unknown_fields or not is_plain or _names_code(dataset_fields.get("subflavors")):
-        raise DescriptionError(
+        raise LoaderError(
             f"{metadata_dir / 'dataset.yaml'} is not the description of a plain CrudeWebdataset (__module__"
             " megatron.energon, __class__ CrudeWebdataset, at most subflavors): it could run code. Convert"
             " the data with `megatron-vl data convert`"
@@ -321,20 +250,30 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
     samples_by_shard = _read_description_file(metadata_dir / ".info.json").get("shard_counts")
     samples_by_shard = samples_by_shard if isinstance(samples_by_shard, dict) else {}
     if not all(type(count) is int and count >= 0 for count in samples_by_shard.values()):
-        raise DescriptionError(
+        raise LoaderError(
             f"{metadata_dir / '.info.json'}: shard_counts is not a number of samples for each shard"
         )
-    shard_names = samples_by_shard.keys() | set().union(*shards_by_split.values())
-    if tar_list := read_tar_list(metadata_dir):
-        _check_tars(dataset_path, tar_list, shard_names)
-    else:
-        _check_shard_names(dataset_path, shard_names)
+    if checks_shards:
+        shard_names = samples_by_shard.keys() | set().union(*shards_by_split.values())
+        if samples := set(excluded_names) - shard_names:
+            raise LoaderError(
+                f"{metadata_dir / 'split.yaml'} excludes {min(samples)}; only whole shards can be left out"
+            )
+        if tar_list := read_tar_list(metadata_dir):
+            _check_tars(dataset_path, tar_list, shard_names)
+        else:
+            _check_shard_names(dataset_path, shard_names)
 
     excluded_set = set(excluded_names)
     kept_shards = {
         split_name: [name for name in shard_names if name not in excluded_set]
         for split_name, shard_names in shards_by_split.items()
     }
+    if uncounted := set().union(*kept_shards.values()) - samples_by_shard.keys():
+        raise LoaderError(
+            f"{metadata_dir / '.info.json'} does not count the samples of {min(uncounted)}; convert the data"
+            " again"
+        )
     return DatasetDescription(
         dataset_path,
         kept_shards,
@@ -349,9 +288,7 @@ def _check_tars(dataset_path: Location, tar_list: TarList, shard_names: set[str]
     # Their folder may hold links to tars elsewhere, so only the names are checked.
     _check_shard_names(dataset_path / METADATA_DIR / TARS_FILE, shard_names)
     if unknown_names := shard_names - tar_list.samples_by_tar.keys():
-        raise DescriptionError(
-            f"{dataset_path / METADATA_DIR / TARS_FILE} does not list {min(unknown_names)}"
-        )
+        raise LoaderError(f"{dataset_path / METADATA_DIR / TARS_FILE} does not list {min(unknown_names)}")
     if changed := tar_list.changed_tars():
         names = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
         raise LoaderError(
@@ -362,12 +299,12 @@ def _check_tars(dataset_path: Location, tar_list: TarList, shard_names: set[str]
 
 
 def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]:
-    """The shards of each split, and the names of excluded shards and samples."""
+    """The shards of each split, and the names of excluded shards."""
     split_fields = _read_description_file(split_file)
     patterns_by_split = split_fields.get("split_parts")
     has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
     if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
-        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
+        raise LoaderError(f"{split_file}: expected only split_parts and exclude")
 
     shards_by_split = {
         split_name: expand_shard_names(split_file, patterns)
@@ -385,9 +322,9 @@ def _read_content_id(id_path: Location) -> str:
 def _read_description_file(file_path: Location) -> dict[str, Any]:
     """A YAML or JSON object as Energon reads it. Tags, aliases and huge files are refused."""
     if not location_is_file(file_path):
-        raise DescriptionError(f"{file_path} is missing; convert the data with `megatron-vl data convert`")
+        raise LoaderError(f"{file_path} is missing; convert the data with `megatron-vl data convert`")
     if location_size_bytes(file_path) > MAX_DESCRIPTION_BYTES:
-        raise DescriptionError(
+        raise LoaderError(
             f"{file_path} has {location_size_bytes(file_path)} bytes; {MAX_DESCRIPTION_BYTES} are allowed"
         )
     # Only the rank that reads a description imports Energon, which takes seconds.
@@ -401,15 +338,15 @@ def _read_description_file(file_path: Location) -> dict[str, Any]:
             parsed_fields = load_yaml(file_text.encode())
         else:
             parsed_fields = json.loads(file_text)
-    except DescriptionError:
+    except LoaderError:
         raise
     except yaml.MarkedYAMLError as error:
-        raise DescriptionError(yaml_error_message(file_path, file_text, error)) from error
+        raise LoaderError(yaml_error_message(file_path, file_text, error)) from error
     except Exception as error:  # parsers raise all kinds of errors on foreign bytes
-        raise DescriptionError(f"{file_path} cannot be read: {error}") from error
+        raise LoaderError(f"{file_path} cannot be read: {error}") from error
 
     if not isinstance(parsed_fields, dict):
-        raise DescriptionError(f"{file_path} does not hold a mapping")
+        raise LoaderError(f"{file_path} does not hold a mapping")
     return parsed_fields
 
 
@@ -423,12 +360,12 @@ def _check_yaml(file_path: Location, file_text: str) -> None:
     for event_number, yaml_event in enumerate(yaml_events):
         # With aliases, a few lines can expand to billions of values.
         if isinstance(yaml_event, yaml.AliasEvent) or getattr(yaml_event, "tag", None):
-            raise DescriptionError(f"{file_path} uses YAML tags or aliases")
+            raise LoaderError(f"{file_path} uses YAML tags or aliases")
         nesting_depth += isinstance(yaml_event, yaml.CollectionStartEvent)
         nesting_depth -= isinstance(yaml_event, yaml.CollectionEndEvent)
         document_count += isinstance(yaml_event, yaml.DocumentStartEvent)
         if nesting_depth > MAX_YAML_DEPTH or document_count > 1 or event_number > 2 * MAX_SHARDS + 1000:
-            raise DescriptionError(
+            raise LoaderError(
                 f"{file_path} cannot be read: it is nested deeper than {MAX_YAML_DEPTH}, holds more than one"
                 f" document, or more than {MAX_SHARDS} shards"
             )
@@ -444,7 +381,7 @@ def _names_code(field_value: Any) -> bool:
 def expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
     """The names of shards, with braces expanded."""
     if not isinstance(shard_patterns, list) or not all(isinstance(item, str) for item in shard_patterns):
-        raise DescriptionError(f"{file_path}: a split is a list of shard names")
+        raise LoaderError(f"{file_path}: a split is a list of shard names")
 
     shard_names: list[str] = []
     for shard_pattern in shard_patterns:
@@ -454,10 +391,10 @@ def expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
         # braceexpand builds each whole range before it returns the first name.
         for range_start, range_end in re.findall(r"(\d+)\.\.(\d+)", shard_pattern):
             if abs(int(range_end) - int(range_start)) > MAX_SHARDS:
-                raise DescriptionError(f"{file_path}: more than {MAX_SHARDS} shards")
+                raise LoaderError(f"{file_path}: more than {MAX_SHARDS} shards")
         shard_names += islice(braceexpand(shard_pattern), max(MAX_SHARDS + 1 - len(shard_names), 0))
     if len(shard_names) > MAX_SHARDS:
-        raise DescriptionError(f"{file_path}: more than {MAX_SHARDS} shards")
+        raise LoaderError(f"{file_path}: more than {MAX_SHARDS} shards")
     return shard_names
 
 
@@ -467,8 +404,8 @@ def _check_shard_names(dataset_dir: Location, shard_names: set[str]) -> None:
     Each folder of shards is listed once to find its links. Only links are resolved one by one.
     """
 
-    def refuse(refused_name: str) -> DescriptionError:
-        return DescriptionError(
+    def refuse(refused_name: str) -> LoaderError:
+        return LoaderError(
             f"{dataset_dir / METADATA_DIR}: shard {refused_name[:200]!r} is not inside {dataset_dir}"
         )
 
@@ -508,67 +445,36 @@ def _symlinked_names(shard_folder: Path, shard_names: list[str]) -> list[str]:
     return [name for name in shard_names if name in link_names]
 
 
-def _read_metadataset(
-    metadataset_path: Location, nesting_depth: int, read_descriptions: dict[Location, Description]
-) -> MetadatasetDescription:
+def _read_metadataset(metadataset_path: Location) -> MetadatasetDescription:
     if not metadataset_path.name.endswith(".yaml"):
-        raise DescriptionError(f"{metadataset_path} is neither a data set's folder nor a metadataset (.yaml)")
-    if nesting_depth > MAX_METADATASET_DEPTH:
-        raise DescriptionError(
-            f"{metadataset_path}: metadatasets are nested deeper than {MAX_METADATASET_DEPTH}"
+        raise LoaderError(f"{metadataset_path} is neither a data set's folder nor a metadataset (.yaml)")
+    fields = _read_description_file(metadataset_path)
+    splits = fields.pop("splits", None)
+    if fields != METADATASET_FIELDS or not isinstance(splits, dict) or _names_code(splits):
+        raise LoaderError(
+            f"{metadataset_path} must have __module__: megatron.energon, __class__: MetadatasetV2 and splits,"
+            f" without {', '.join(CODE_NAMING_KEYS)} in them, and nothing else"
         )
 
-    metadataset_fields = _read_description_file(metadataset_path)
-    module_name = metadataset_fields.pop("__module__", None)
-    class_name = metadataset_fields.pop("__class__", None)
-    if module_name != "megatron.energon" or class_name not in METADATASET_CLASSES:
-        raise DescriptionError(
-            f"{metadataset_path} must say __module__: megatron.energon and __class__:"
-            f" {' or '.join(METADATASET_CLASSES)}"
-        )
-
-    split_fields = metadataset_fields.get("splits")
-    has_other_fields = metadataset_fields.keys() != {"splits"}
-    if has_other_fields or not isinstance(split_fields, dict) or _names_code(split_fields):
-        raise DescriptionError(
-            f"{metadataset_path} may only have splits of data sets, and none of {', '.join(CODE_NAMING_KEYS)}"
-            " in them"
-        )
-
-    _check_metadataset_keys(metadataset_path, list(split_fields.values()))
-    inner_by_path = {}
-    for fields, _ in _named_parts(list(split_fields.values()), ""):
-        inner_path = fields["path"]
-        if not isinstance(inner_path, str) or "://" in inner_path:
-            raise DescriptionError(f"{metadataset_path}: path {inner_path!r} is not a local path")
-        inner_by_path[inner_path] = _read_cached(
-            metadataset_path.parent / inner_path, nesting_depth + 1, read_descriptions
-        )
-    return MetadatasetDescription(metadataset_path, split_fields, inner_by_path)
-
-
-def _named_parts(field_value: Any, split_name: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """The mappings of a metadataset that have a path, each with the split that is read there."""
-    if isinstance(field_value, list):
-        for inner_value in field_value:
-            yield from _named_parts(inner_value, split_name)
-    elif isinstance(field_value, dict):
-        split_name = field_value.get("split_part") or split_name
-        if "path" in field_value:
-            yield field_value, split_name
-        for key, inner_value in field_value.items():
-            if key != "subflavors":
-                yield from _named_parts(inner_value, split_name)
-
-
-def _check_metadataset_keys(metadataset_path: Location, field_value: Any) -> None:
-    inner_values = field_value if isinstance(field_value, list) else []
-    if isinstance(field_value, dict):
-        if unknown_keys := field_value.keys() - METADATASET_KEYS:
-            raise DescriptionError(
-                f"{metadataset_path}: field {sorted(map(str, unknown_keys))[0]!r} is not supported in a"
-                " metadataset; leave it out"
+    mixtures: dict[str, tuple[str, list[dict[str, Any]]]] = {}
+    dataset_by_path: dict[str, DatasetDescription] = {}
+    for split_name, mixture in splits.items():
+        kind = next((kind for kind in AMOUNT_BY_KIND if isinstance(mixture, dict) and kind in mixture), "")
+        parts = mixture[kind] if kind else [mixture]
+        if kind and len(mixture) > 1 or not isinstance(parts, list) or not all(map(_is_part, parts)):
+            raise LoaderError(
+                f"{metadataset_path}: the split {split_name!r} is neither a data set nor a"
+                f" {' or '.join(AMOUNT_BY_KIND)} of data sets, with at most {', '.join(sorted(PART_KEYS))}"
             )
-        inner_values = [value for key, value in field_value.items() if key != "subflavors"]
-    for inner_value in inner_values:
-        _check_metadataset_keys(metadataset_path, inner_value)
+        mixtures[split_name] = kind, parts
+        for path in [part["path"] for part in parts if part["path"] not in dataset_by_path]:
+            dataset_by_path[path] = read_dataset(metadataset_path.parent / path)
+    return MetadatasetDescription(metadataset_path, mixtures, dataset_by_path)
+
+
+def _is_part(fields: Any) -> bool:
+    """Whether something in a metadataset names a data set by a local path."""
+    if not isinstance(fields, dict) or fields.keys() - PART_KEYS:
+        return False
+    path = fields.get("path")
+    return isinstance(path, str) and "://" not in path and isinstance(fields.get("subflavors") or {}, dict)

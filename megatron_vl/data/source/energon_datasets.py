@@ -1,4 +1,4 @@
-"""Energon's data sets of a split, with the stored sizes of their samples and readers of single samples."""
+"""The shards of a split, with the stored sizes of their samples and readers of single samples."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from megatron.energon import WorkerConfig
 from megatron.energon.epathlib import EPath
-from megatron.energon.metadataset import load_dataset
-from megatron.energon.metadataset.loader_interface import LoadedDataset
+from megatron.energon.flavors.webdataset.structs import ShardInfo
 from numpy.typing import NDArray
 
 from megatron_vl.data.source.blend import BlendSource, read_blend_sources
-from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, SplitFacts, join_content_ids
-from megatron_vl.data.source.location import part_folders, resolve_location
-from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
+from megatron_vl.data.source.dataset_description import (
+    METADATA_DIR,
+    SIZES_DIR,
+    DatasetDescription,
+    SplitFacts,
+    join_content_ids,
+    read_dataset,
+)
+from megatron_vl.data.source.location import LoaderError, resolve_location
+from megatron_vl.data.source.sample_sizes import SampleSizeCounter, StoredSizes, open_stored_sizes
 from megatron_vl.data.source.store_reading import StoreReader, has_local_shards, read_tar_shards
 from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 
@@ -25,86 +30,72 @@ MAX_OPEN_SHARDS = 16
 """Number of shards of each data set that a process keeps open."""
 
 
-def load_datasets(split_facts: SplitFacts) -> tuple[tuple[BlendSource, ...], list[LoadedDataset]]:
-    """The sources of a split, and Energon's data set of each source."""
+class SplitShards:
+    """The shards of a split of a data set, as Energon's readers take them. The parts of a folder are one."""
+
+    def __init__(self, description: DatasetDescription, split_name: str) -> None:
+        self.description, self.split_name = description, split_name
+        self.path = EPath(description.path)
+        tars = {}
+        for part in description.parts or (description,):
+            prefix = f"{part.path.name}/" if description.parts else ""
+            for name, tar in read_tar_shards(part.path).items():
+                tars[prefix + name] = replace(tar, name=prefix + name)
+        self.shards: list[Any] = [
+            tars.get(name)
+            or ShardInfo(name=name, path=self.path / name, count=description.samples_by_shard[name])
+            for name in description.shards_by_split[split_name]
+        ]
+
+
+def load_datasets(split_facts: SplitFacts) -> tuple[tuple[BlendSource, ...], list[SplitShards]]:
+    """The sources of a split, and the shards of each source."""
     first_path, _ = split_facts.datasets[0]
     blend_sources = read_blend_sources(split_facts.dataset_identity, resolve_location(first_path).name)
-    return blend_sources, [_load_dataset(*dataset) for dataset in split_facts.datasets]
-
-
-def _load_dataset(dataset_path: str, split_name: str) -> LoadedDataset:
-    """Energon's data set, or those of the parts of a folder as one."""
-    single_worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    parts = []
-    for folder in part_folders(resolve_location(dataset_path)) or [dataset_path]:
-        loaded_split = load_dataset(str(folder)).get_datasets(
-            training=False, split_part=split_name, worker_config=single_worker, decoder=None
-        )
-        parts.append(loaded_split.datasets[0].dataset)
-        if tar_shards := read_tar_shards(resolve_location(str(folder))):
-            parts[-1].shards = [tar_shards[shard.name] for shard in parts[-1].shards]
-    if len(parts) == 1:
-        return loaded_split.datasets[0]
-    return LoadedDataset(dataset=JoinedDataset(EPath(dataset_path), parts))
-
-
-class JoinedDataset:
-    """Energon's data sets of the parts of a folder, as one. The name of a shard begins with its part's."""
-
-    def __init__(self, path: EPath, parts: list[Any]) -> None:
-        self.path, self.parts = path, parts
-        self.shards = []
-        for part in parts:
-            for shard in part.shards:
-                name = f"{part.path.name}/{shard.name}"
-                self.shards.append(replace(shard, name=name))
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def sample_filter(self, sample_name: str) -> bool:
-        part_name, _, name = sample_name.partition("/")
-        part_filter = next(part.sample_filter for part in self.parts if part.path.name == part_name)
-        return part_filter is None or bool(part_filter(name))
+    # Another rank has checked them.
+    described = [
+        (read_dataset(resolve_location(path), checks_shards=False), split)
+        for path, split in split_facts.datasets
+    ]
+    return blend_sources, [SplitShards(description, split) for description, split in described]
 
 
 class SizedSource:
-    """One data set and the stored sizes of its samples.
+    """The shards of a split and the stored sizes of their samples.
 
     Args:
-        dataset: Energon's data set.
         tokenization_id: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
         content_id: id of the content that the run reads.
 
     Raises:
-        SizesError: the data set has no sizes, or its sizes belong to other content or other shards.
+        LoaderError: the data set has no sizes, or its sizes belong to other content or other shards.
     """
 
-    def __init__(self, dataset: Any, tokenization_id: str, content_id: str) -> None:
+    def __init__(self, dataset: SplitShards, tokenization_id: str, content_id: str) -> None:
         self._stored_sizes: list[StoredSizes] = []
         """The sizes of each part; one if there are no parts."""
         part_of_shard: list[int] = []
         first_numbers = []
-        for part_index, part in enumerate(getattr(dataset, "parts", [dataset])):
-            metadata_dir = resolve_location(str(part.path)) / METADATA_DIR
-            part_sizes = open_stored_sizes(metadata_dir, tokenization_id, part.sample_excludes)
+        for part_index, part in enumerate(dataset.description.parts or (dataset.description,)):
+            metadata_dir = part.path / METADATA_DIR
+            part_sizes = open_stored_sizes(metadata_dir, tokenization_id)
+            names = part.shards_by_split.get(dataset.split_name, [])
             first_numbers.append(
-                part_sizes.first_sample_numbers([(shard.name, shard.count) for shard in part.shards])
+                part_sizes.first_sample_numbers([(name, part.samples_by_shard[name]) for name in names])
             )
-            part_of_shard += [part_index] * len(part.shards)
+            part_of_shard += [part_index] * len(names)
             self._stored_sizes.append(part_sizes)
         if join_content_ids([sizes.content_id for sizes in self._stored_sizes]) != content_id:
-            raise SizesError(
+            raise LoaderError(
                 f"{metadata_dir / SIZES_DIR / tokenization_id} is of the content"
                 f" {self._stored_sizes[-1].content_id!r}, and the run reads {content_id!r}: let all nodes see"
                 " the same data set, or run `megatron-vl data index` again"
             )
         self._first_numbers = np.concatenate(first_numbers)
         self._part_of_shard = np.array(part_of_shard, np.int64)
-        self._shard_starts = np.cumsum([0, *(shard.count for shard in dataset.shards)])
-
-    def __len__(self) -> int:
-        return int(self._shard_starts[-1])
+        self.shard_sizes = np.array([shard.count for shard in dataset.shards], np.int64)
+        """Number of samples of each shard, int64 [shards]."""
+        self._shard_starts = np.append(0, np.cumsum(self.shard_sizes))
 
     def count_samples(
         self, size_counter: SampleSizeCounter, sample_indices: Integers
@@ -134,22 +125,11 @@ class SizedSource:
         size_numbers = self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
         return size_numbers, self._part_of_shard[shard_indices]
 
-    def shard_sizes(self, first_sample: int, sample_count: int) -> Integers:
-        """Number of samples of each shard of a subset, int64 [shards].
-
-        Args:
-            first_sample: number of samples before the subset.
-            sample_count: number of samples in it.
-        """
-        subset_starts = np.clip(self._shard_starts, first_sample, first_sample + sample_count)
-        shard_sizes = np.diff(subset_starts)
-        return shard_sizes[shard_sizes > 0]
-
 
 def open_sample_reader(
-    dataset: Any, take: Callable[[int], bytes], part_filter: Callable[[str], bool] | None = None
+    dataset: SplitShards, take: Callable[[int], bytes], part_filter: Callable[[str], bool] | None = None
 ) -> TolerantReader:
-    """Reads samples of one of Energon's data sets by index.
+    """Reads samples of a split by index.
 
     Args:
         take: gives the bytes of a sample in an object store; a local data set does without.
@@ -157,5 +137,5 @@ def open_sample_reader(
     """
     if not has_local_shards(dataset):
         return TolerantReader(StoreReader(dataset, take))
-    options = {"sample_filter": dataset.sample_filter, "itar_cache_size": MAX_OPEN_SHARDS}
-    return TolerantReader(ShardReader(dataset.path, dataset.shards, part_filter, **options))
+    reader = ShardReader(dataset.path, dataset.shards, part_filter, itar_cache_size=MAX_OPEN_SHARDS)
+    return TolerantReader(reader)

@@ -29,8 +29,8 @@ S3_PREFIX = "s3://"
 TARS_REMEDY = "make a data set of tars of images and captions with `megatron-vl data index --input`"
 
 
-class ObjectStoreError(UserError, ValueError):
-    """An object store that cannot be reached, or a path that does not name one."""
+class LoaderError(UserError, ValueError):
+    """A data set or a setting that cannot be loaded. The message says what to change."""
 
 
 def is_in_object_store(dataset_path: str) -> bool:
@@ -50,14 +50,14 @@ def resolve_location(dataset_path: str) -> Location:
     """The location that ``data.path`` names.
 
     Raises:
-        ObjectStoreError: the path has another scheme than ``msc://`` and ``s3://``, or its profile is not
+        LoaderError: the path has another scheme than ``msc://`` and ``s3://``, or its profile is not
             configured.
     """
     if not is_in_object_store(dataset_path):
         return Path(dataset_path)
     dataset_path = store_url(dataset_path)
     if not dataset_path.startswith(STORE_PREFIX):
-        raise ObjectStoreError(
+        raise LoaderError(
             f"data.path {dataset_path}: object stores are read through the Multi-Storage Client; write"
             f" {STORE_PREFIX}PROFILE/FOLDER, with the profile in the file that MSC_CONFIG names, or"
             f" {S3_PREFIX}BUCKET/FOLDER"
@@ -72,21 +72,21 @@ def resolve_location(dataset_path: str) -> Location:
         advice = "the file that MSC_CONFIG names must describe the profile"
         if isinstance(error, ImportError) or "boto3" in str(error):
             advice = "install the client of the store: pip install 'megatron-vl[object-storage]'"
-        raise ObjectStoreError(f"data.path {dataset_path} cannot be opened: {error}; {advice}") from error
+        raise LoaderError(f"data.path {dataset_path} cannot be opened: {error}; {advice}") from error
 
 
 def location_is_file(file_location: Location) -> bool:
     """Whether there is a file.
 
     Raises:
-        ObjectStoreError: the store does not answer.
+        LoaderError: the store does not answer.
     """
     try:
         return file_location.is_file()
     except Exception as error:
         if isinstance(file_location, Path):
             raise
-        raise ObjectStoreError(f"{file_location} cannot be read: {error}") from error
+        raise LoaderError(f"{file_location} cannot be read: {error}") from error
 
 
 def location_size_bytes(file_location: Location) -> int:

@@ -11,12 +11,11 @@ import hashlib
 import json
 import tarfile
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.config import skip_meta_re
 from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
@@ -61,15 +60,6 @@ class TarShard:
 def key_hash(key: str) -> int:
     """What the list of spans has of a key, in 64 bits."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
-
-
-def find_pair(shards: Mapping[str, TarShard], name: str) -> tuple[str, int] | None:
-    """The tar of a pair and its number there, by ``TAR/KEY`` as ``exclude`` has it; None if there is none."""
-    for place in (i for i, character in enumerate(name) if character == "/"):
-        if shard := shards.get(name[:place]):
-            numbers = np.flatnonzero(shard.spans[:][:, 2] == key_hash(name[place + 1 :]))
-            return (shard.name, int(numbers[0])) if len(numbers) else None
-    return None
 
 
 class _BoundedTarInfo(tarfile.TarInfo):
@@ -262,8 +252,6 @@ class PairReader(ShardInfosITarReader):
             # The first key's: what cannot be used lies between two pairs.
             members = list(next(groupby(found, lambda member: member.key), ("", ()))[1])
             key = members[0].key if members else ""
-            if self.sample_filter is not None and not self.sample_filter(f"{shard.name}/{key}"):
-                return None
             sample = {"__key__": f"{shard.name}[{number}]", "__shard__": shard.name}
             try:
                 origin = {"file": shard.name, "record": key}

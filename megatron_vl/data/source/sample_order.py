@@ -179,7 +179,6 @@ class SampleOrder:
         is_shuffled: whether each data set is shuffled. Otherwise, it keeps its order.
         source_keys: identifies each data set. The key decides the data set's order, which is the same at any
             position of a blend. None: its position is the key.
-        first_indices: index of the first sample of each data set; None: 0.
         draws_per_pass: number of draws from each data set in one pass of a blend by repetitions. None, or 0
             for all: the weights decide.
         shard_sizes: for each data set, int64 [shards] with the number of samples of each shard. None: each
@@ -195,7 +194,6 @@ class SampleOrder:
         *,
         is_shuffled: bool,
         source_keys: Sequence[str] | None = None,
-        first_indices: Sequence[int] | None = None,
         draws_per_pass: Sequence[int] | None = None,
         shard_sizes: Sequence[Integers] | None = None,
         block_size: int = 1,
@@ -203,7 +201,6 @@ class SampleOrder:
         self.sample_counts, self.seed, self.is_shuffled = list(sample_counts), seed, is_shuffled
         self.source_weights = list(source_weights)
         self.source_keys = list(source_keys or map(str, range(len(sample_counts))))
-        self.first_indices = list(first_indices or [0] * len(sample_counts))
         self._source_numbers = [_key_number(key) for key in self.source_keys]
         shard_sizes = shard_sizes or [np.array([count], np.int64) for count in sample_counts]
         self._orders = [BlockOrder(sizes, block_size) for sizes in shard_sizes]
@@ -276,5 +273,4 @@ class SampleOrder:
                     epoch_key = combine_hash_key(self.seed, 2, self._source_numbers[source_index], epoch)
                     samples = self._orders[source_index].samples(samples, epoch_key)
                 sample_indices[is_of_epoch] = samples
-            sample_indices[is_of_source] += self.first_indices[source_index]
         return sample_indices

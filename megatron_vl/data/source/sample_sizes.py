@@ -16,9 +16,8 @@ reads them.
   :data:`EXCHANGE_DTYPE`, 8 bytes for each of them, and their number up to each sample, 8 bytes. They say
   where a conversation can be cut.
 * ``shards.json``: the id of the data set's content; the samples that its description excludes, which have no
-  tokens here (of tars they have, and are left out when these files are opened); and of each shard, in the
-  order of the other files, its samples, the assistant's turns in them, and those that cannot be used by
-  reason.
+  tokens here; and of each shard, in the order of the other files, its samples, the assistant's turns in them,
+  and those that cannot be used by reason.
 
 10^8 samples with one image each take 3.3 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
@@ -30,8 +29,8 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +51,9 @@ from megatron_vl.data.source.dataset_description import (
     DatasetDescription,
     Description,
 )
-from megatron_vl.data.source.location import Location, location_is_file, read_text_file
+from megatron_vl.data.source.location import LoaderError, Location, location_is_file, read_text_file
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW
-from megatron_vl.system.errors import UserError
 
 SHARDS_FILE = "shards.json"
 SIZES_VERSION = 3
@@ -80,10 +78,6 @@ digit."""
 type MediumFields = tuple[int, int, int, float, int]
 
 Integers = NDArray[np.int64]
-
-
-class SizesError(UserError, ValueError):
-    """Stored sizes that cannot be used. The message says why."""
 
 
 def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: DataConfig) -> str:
@@ -125,11 +119,8 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
         measured_shards = {name: facts["samples"] for name, facts in json_fields["shards"].items()}
         present_shards = set().union(*dataset_description.shards_by_split.values())
         samples_by_shard = dataset_description.samples_by_shard
-        excluded = dataset_description.excluded_samples
-        return (
-            json_fields["content"] == dataset_description.content_id
-            and json_fields.get("excluded", excluded) == excluded
-            and all(measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards)
+        return json_fields["content"] == dataset_description.content_id and all(
+            measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -145,7 +136,7 @@ def find_datasets_without_sizes(
     """
     tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
     datasets: dict[str, DatasetDescription] = {}
-    for dataset, _ in list_split_datasets(description, split_name):
+    for dataset, _ in description.split_parts(split_name):
         datasets |= {str(part.path): part for part in dataset.parts or (dataset,)}
     return [dataset for dataset in datasets.values() if not has_stored_sizes(dataset, tokenization_id)]
 
@@ -174,24 +165,13 @@ def missing_sizes_advice(
 
 def list_all_datasets(description: Description) -> list[DatasetDescription]:
     """A data set or its parts, or those that a metadataset names, each once."""
-    if isinstance(description, DatasetDescription):
-        return list(description.parts or (description,))
-    datasets = [one for inner in description.inner_by_path.values() for one in list_all_datasets(inner)]
-    return list({str(dataset.path): dataset for dataset in datasets}.values())
-
-
-def list_split_datasets(
-    description: Description, split_name: str
-) -> Iterator[tuple[DatasetDescription, str]]:
-    """Yields the data sets that a split reads, each with the split that is read of it.
-
-    The order is that of a blend's sources.
-    """
-    if isinstance(description, DatasetDescription):
-        yield description, split_name
-        return
-    for inner_description, inner_split in description.split_parts(split_name):
-        yield from list_split_datasets(inner_description, inner_split)
+    datasets = (
+        [description]
+        if isinstance(description, DatasetDescription)
+        else [*description.dataset_by_path.values()]
+    )
+    parts = (part for dataset in datasets for part in dataset.parts or (dataset,))
+    return list({str(part.path): part for part in parts}.values())
 
 
 @dataclass(frozen=True)
@@ -219,8 +199,6 @@ class StoredSizes:
     """:data:`EXCHANGE_DTYPE` of the exchanges of all conversations that have several; None: none has."""
     exchange_ends: Any = None
     """uint64 [samples]: number of exchanges of all samples up to this one."""
-    excluded: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [n], ascending: samples of tars in ``sample_records`` that the description excludes."""
 
     def own_limits(self, medium_numbers: Integers) -> list[bytes]:
         """The own limits of media as JSON; empty for a medium that has none."""
@@ -237,11 +215,11 @@ class StoredSizes:
             named_shards: name and number of samples of each shard.
 
         Raises:
-            SizesError: the sizes belong to other shards.
+            LoaderError: the sizes belong to other shards.
         """
         for name, count in named_shards:
             if self.shard_ranges.get(name, (0, -1))[1] != count:
-                raise SizesError(f"the sizes are of another data set: they do not hold {count} of {name}")
+                raise LoaderError(f"the sizes are of another data set: they do not hold {count} of {name}")
         return np.array([self.shard_ranges[name][0] for name, _ in named_shards], np.int64)
 
     def media_ranges(self, sample_numbers: Integers) -> tuple[Integers, Integers]:
@@ -269,16 +247,11 @@ UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, E
 """What damaged files of sizes raise."""
 
 
-def open_stored_sizes(
-    metadata_dir: Location, tokenization_id: str, excluded_names: Collection[str] = ()
-) -> StoredSizes:
+def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
     """Opens the sizes of a data set. Those in an object store are copied into memory.
 
-    Args:
-        excluded_names: what its ``split.yaml`` excludes. Of a converted data set, the sizes are 0 already.
-
     Raises:
-        SizesError: they are missing or damaged.
+        LoaderError: they are missing or damaged.
     """
     sizes_dir = metadata_dir / SIZES_DIR / tokenization_id
     try:
@@ -311,33 +284,17 @@ def open_stored_sizes(
             and (exchange_ends is None or len(exchanges) == int(exchange_ends[-1]))
         )
     except UNREADABLE_ERRORS as error:
-        raise SizesError(
+        raise LoaderError(
             f"{sizes_dir} cannot be read ({error}); write it with `megatron-vl data index`, where every node"
             " can read it"
         ) from error
     if not is_consistent or sample_total != len(sample_records):
-        raise SizesError(
+        raise LoaderError(
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    excluded = np.sort(np.fromiter(_excluded_pairs(metadata_dir, excluded_names, shard_ranges), np.int64))
     facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
-    return StoredSizes(*facts, *[*optional_arrays, excluded])
-
-
-def _excluded_pairs(
-    metadata_dir: Location, excluded_names: Collection[str], shard_ranges: dict[str, tuple[int, int]]
-) -> Iterator[int]:
-    """The numbers of the pairs in tars that are excluded one by one."""
-    if not excluded_names:
-        return
-    from megatron_vl.data.source.pair_reader import find_pair  # they import Energon
-    from megatron_vl.data.source.store_reading import read_tar_shards
-
-    tar_shards = read_tar_shards(metadata_dir.parent)
-    for name in excluded_names:
-        if tar_shards and (place := find_pair(tar_shards, name)):
-            yield shard_ranges[place[0]][0] + place[1]
+    return StoredSizes(*facts, *optional_arrays)
 
 
 def _load_array(array_path: Location) -> Any:
@@ -366,10 +323,6 @@ class SampleSizeCounter:
             sample_numbers: int64 [n], numbers in ``stored_sizes.sample_records``.
         """
         token_counts = stored_sizes.sample_records["tokens"][sample_numbers].astype(np.int64)
-        # They may be many, while samples come few at a time.
-        excluded = stored_sizes.excluded
-        firsts, ends = excluded.searchsorted(sample_numbers), excluded.searchsorted(sample_numbers, "right")
-        token_counts[firsts < ends] = 0
         media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
         media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
 

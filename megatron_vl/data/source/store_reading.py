@@ -31,9 +31,9 @@ from multistorageclient.types import Range
 from numpy.typing import NDArray
 
 from megatron_vl.data.source.dataset_description import METADATA_DIR
-from megatron_vl.data.source.location import Location, location_size_bytes
+from megatron_vl.data.source.location import LoaderError, Location, location_size_bytes
 from megatron_vl.data.source.pair_reader import PairReader, TarShard, shard_place
-from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, TarListError, read_tar_list
+from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, read_tar_list
 from megatron_vl.system.errors import retry_machine_faults
 from megatron_vl.system.signals import shield_loader_worker
 
@@ -306,7 +306,7 @@ def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
     spans_path: Any = metadata_dir / SPANS_FILE
     pair_count = sum(tar_list.samples_by_tar.values())
     if location_size_bytes(spans_path) != SPAN_BYTES * pair_count:
-        raise TarListError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
+        raise LoaderError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
 
     @lru_cache(MAX_PAGES)
     def read_spans(first: int, end: int) -> NDArray[np.uint64]:
@@ -385,7 +385,7 @@ class StoreReader(PairReader):
     """
 
     def __init__(self, dataset: Any, take: Callable[[int], bytes]) -> None:
-        super().__init__(dataset.path, dataset.shards, sample_filter=dataset.sample_filter)
+        super().__init__(dataset.path, dataset.shards)
         self._take, self._content = take, b""
 
     def __getitem__(self, index: int) -> Any:

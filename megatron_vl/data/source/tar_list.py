@@ -12,18 +12,19 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from megatron_vl.data.source.location import Location, location_is_file, read_text_file, resolve_location
-from megatron_vl.system.errors import UserError
+from megatron_vl.data.source.location import (
+    LoaderError,
+    Location,
+    location_is_file,
+    read_text_file,
+    resolve_location,
+)
 
 TARS_FILE = "tars.json"
 SPANS_FILE = "tars.idx"
 """uint64 values: of each pair of each tar in order, the first byte, the byte after it, and its key's hash."""
 DEFAULT_FIELDS = {"image": "jpg|jpeg|png|webp", "caption": "txt|json:caption"}
 STAT_THREADS = 32
-
-
-class TarListError(UserError, ValueError):
-    """Tars that cannot be used as a data set. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,21 @@ def parse_fields(words: Iterable[str]) -> PairFields:
     ``text=txt|json:text`` alone.
 
     Raises:
-        TarListError: a word cannot be read.
+        LoaderError: a word cannot be read.
     """
     fields = DEFAULT_FIELDS | {"prompt": "", "text": ""}
     for word in words:
         name, _, alternatives = word.partition("=")
         is_image_key = name == "image" and ":" in word
         if name not in fields or not all(alternatives.split("|")) or is_image_key:
-            raise TarListError(
+            raise LoaderError(
                 f"--members {word}: write image=jpg|png, caption=txt|json:KEY or prompt=TEXT; for text alone,"
                 " text=txt|json:KEY"
             )
         fields[name] = alternatives
     if text := fields.pop("text"):
         if fields != DEFAULT_FIELDS | {"prompt": ""}:
-            raise TarListError(
-                f"--members text={text} is for text alone: leave out image, caption and prompt"
-            )
+            raise LoaderError(f"--members text={text} is for text alone: leave out image, caption and prompt")
         fields |= {"image": "", "caption": text}
     # Extensions are compared in small letters, and keys of JSON as they are.
     parts = {
@@ -81,7 +80,7 @@ def parse_fields(words: Iterable[str]) -> PairFields:
     )
     pair_fields = PairFields(image, caption, fields["prompt"])
     if pair_fields.text_extensions & {*pair_fields.image}:
-        raise TarListError(f"--members image={fields['image']}: image and caption are files of their own")
+        raise LoaderError(f"--members image={fields['image']}: image and caption are files of their own")
     return pair_fields
 
 
@@ -111,7 +110,7 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
     """The tars of a data set; None for one whose shards lie in its folder.
 
     Raises:
-        TarListError: the file is damaged.
+        LoaderError: the file is damaged.
     """
     list_path = metadata_dir / TARS_FILE
     if not location_is_file(list_path):
@@ -126,7 +125,7 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
             raise ValueError("a negative number of pairs")
         return TarList(root, fields, samples, {name: str(values["stamps"][name]) for name in samples})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise TarListError(
+        raise LoaderError(
             f"{list_path} is damaged ({error!r}); run `megatron-vl data index --input`"
         ) from error
 

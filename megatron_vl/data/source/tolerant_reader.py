@@ -73,7 +73,7 @@ class TolerantReader:
         self.stalled_threads: dict[str, _ReadingThread] = {}
         """The threads that still wait for a shard."""
 
-    def __getitem__(self, sample_index: int) -> dict[str, Any] | None:
+    def __getitem__(self, sample_index: int) -> dict[str, Any]:
         try:
             return self._read_with_retries(sample_index)
         except FatalSampleError:
@@ -96,14 +96,14 @@ class TolerantReader:
             BROKEN_FIELD: (reason, f"sample {index_in_shard} of {shard_name}: {detail}"),
         }
 
-    def _read_with_retries(self, sample_index: int) -> dict[str, Any] | None:
+    def _read_with_retries(self, sample_index: int) -> dict[str, Any]:
         """Reads a sample, and again through new file handles after a fault of the machine.
 
         Raises:
             FatalSampleError: the fault does not pass. The sample is not to blame.
         """
 
-        def read_once() -> dict[str, Any] | None:
+        def read_once() -> dict[str, Any]:
             try:
                 return self._read_with_timeout(sample_index)
             except OSError as error:
@@ -142,7 +142,7 @@ class TolerantReader:
             self.reading_thread.task_queue.put(-1)
             self.reading_thread = None
 
-    def _read_with_timeout(self, sample_index: int) -> dict[str, Any] | None:
+    def _read_with_timeout(self, sample_index: int) -> dict[str, Any]:
         """Reads in a thread, because a read that does not return cannot be ended."""
         shard_name, _ = self._shard_position(sample_index)
         stalled_thread = self.stalled_threads.get(shard_name)
