@@ -43,7 +43,8 @@ def test_added_tokens_have_the_mean_of_their_pieces(tmp_path: Path, family: str,
     main(f"convert --hf {hf} --add-tokens {token_file(tmp_path, TOKENS)} --out {tmp_path / 'out'}".split())
     tokenizer, note = load_tokenizer(tmp_path / "out")
     old_rows = read_spec(hf).language.vocab_size
-    assert note.replace(str(tmp_path / "out"), str(hf)) == load_tokenizer(hf)[1] and read_spec(tmp_path / "out").language.vocab_size == old_rows
+    assert note.replace(str(tmp_path / "out"), str(hf)) == load_tokenizer(hf)[1]
+    assert read_spec(tmp_path / "out").language.vocab_size == old_rows
     assert len(tokenizer) == len(old_tokenizer) + len(TOKENS)
     first_id = len(old_tokenizer)
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
