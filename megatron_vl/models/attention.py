@@ -30,8 +30,7 @@ from megatron_vl.kernels.attention.flash_attention import (
     largest_gradient_error,
     packed_causal_attention,
 )
-from megatron_vl.kernels.attention.tower_heads import has_kernels
-from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS
+from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS, TOWER_HEAD_DIMS
 from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
 from megatron_vl.models.kept_outputs import keep_output, known_output
@@ -169,7 +168,7 @@ def choose_backend(
     if attention == "reference" or platform == "cpu" or head_dim % 8:
         return "sdpa"  # no fused kernel supports other heads
     if not causal:
-        return "triton" if dtype == torch.bfloat16 and has_kernels(head_dim) else "torch_varlen"
+        return "triton" if dtype == torch.bfloat16 and head_dim in TOWER_HEAD_DIMS else "torch_varlen"
     takes_flash_attention = dtype == torch.bfloat16 and head_dim in FLASH_ATTENTION_HEAD_DIMS
     if tries_flash_attention and takes_flash_attention and has_flash_attention():
         return "flash_attn"

@@ -363,7 +363,7 @@ class Trainer:
             has_failed=saver is not None and saver.save_error is not None,
             stop_requested=bool(requested_stop_signal()),
             local_source_counts=local_source_counts,
-            before_update=saver.wait_until_copied if saver is not None else lambda: None,
+            before_update=saver.is_copied.wait if saver is not None else lambda: None,
         )
 
     def save(self) -> None:

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from megatron_vl.kernels.attention.tower_backward import attention_backward
 from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
-from megatron_vl.kernels.attention.tower_heads import has_kernels
 from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, AttentionTiles
+from megatron_vl.kernels.sizes import TOWER_HEAD_DIMS
 
 
 class _TowerAttention(torch.autograd.Function):
@@ -74,6 +74,6 @@ def tower_attention(
     Raises:
         ValueError: the kernels do not support ``head_dim``.
     """
-    if not has_kernels(head_dim):
+    if head_dim not in TOWER_HEAD_DIMS:
         raise ValueError(f"head_dim {head_dim} is not supported; valid: multiples of 8 from 16 to 128")
     return _TowerAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, head_dim, tiles)

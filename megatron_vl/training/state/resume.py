@@ -77,7 +77,7 @@ def field_change_notes(current_fields: dict[str, Any], saved_fields: dict[str, A
 
 
 def learning_rate_notes(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> list[str]:
-    """A note if the next step, zero-based, has another learning rate than the checkpoint's run had planned."""
+    """A note if the next step, zero-based, has another learning rate than the checkpoint's run planned."""
     names = ("schedule", "min_lr_ratio", "warmup_steps", "decay_steps")
     saved = {name: saved_fields.get(f"optimizer.{name}", getattr(config.optimizer, name)) for name in names}
     saved_config = dataclasses.replace(
