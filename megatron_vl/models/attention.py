@@ -73,9 +73,6 @@ class PackedAttention(nn.Module):
         rope_scale: (number of a query's first elements, their factor). It is YaRN's attention factor of both
             query and key, because fused rotary kernels take only angles, and logits are all that either
             decides. None: no factor.
-
-    Raises:
-        ValueError: core asks for another ``softmax_scale`` than the default.
     """
 
     def __init__(
@@ -94,8 +91,6 @@ class PackedAttention(nn.Module):
         rope_scale: tuple[int, float] | None = None,
     ) -> None:
         super().__init__()
-        if softmax_scale is not None:
-            raise ValueError("softmax_scale is not supported; attention scales by head_dim ** -0.5")
         self.backend = backend
         self.windowed = windowed(layer_number - 1)
         self.causal = causal

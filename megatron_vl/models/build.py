@@ -52,9 +52,6 @@ def build_chunks(
 
     Args:
         pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
-
-    Raises:
-        RunConfigError: the platform or the model does not support a field of ``config``.
     """
     config = freeze_parts_without_lora(config, spec)
     torch.manual_seed(config.seed)

@@ -190,12 +190,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
 def read_split_facts(
     config: TrainConfig, dataset_description: Description | None = None
 ) -> dict[str, SplitFacts]:
-    """Reads the facts of each split that a run uses, about 60 bytes for each shard.
-
-    Raises:
-        LoaderError: there is no data set, or one of these splits is empty.
-        DescriptionError: the data set's description could run code, or refers to files outside its folder.
-    """
+    """Reads the facts of each split that a run uses, about 60 bytes for each shard."""
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
     dataset_description = dataset_description or read_description(config.data.path)
@@ -216,10 +211,6 @@ def check_own_checkpoint(
 
     The checkpoint's files say which model it holds. Without LoRA, ``model.checkpoint`` is not read and need
     not exist.
-
-    Raises:
-        CheckpointError: files are missing or damaged.
-        RunConfigError: the checkpoint holds another model than ``model.hf``, or other LoRA.
     """
     from megatron_vl.training.start_weights import start_weights_path
     from megatron_vl.training.state.load import open_checkpoint_weights, read_run_metadata, suggest_remedy
@@ -241,11 +232,7 @@ def check_own_checkpoint(
 
 
 def find_source_checkpoint(config: TrainConfig) -> SavedCheckpoint | None:
-    """The checkpoint that a run resumes from: the latest in its folder; None if it begins anew.
-
-    Raises:
-        CheckpointError: a roll-back of the folder was interrupted.
-    """
+    """The checkpoint that a run resumes from: the latest in its folder; None if it begins anew."""
     run_dir = config.checkpoint.dir
     return find_latest_checkpoint(Path(run_dir)) if run_dir else None
 

@@ -107,11 +107,7 @@ class BatchBroadcast:
             self.row_sharding = RowSharding(grid.cp, grid.key_ranks, spec.vision, self.tower_is_decoupled)
 
     def next_batch(self) -> StepBatch:
-        """The rows of the next step. Collective over the replica.
-
-        Raises:
-            ReplicaLoaderError: the loader failed. Every rank of the replica raises it.
-        """
+        """The rows of the next step. Collective over the replica."""
         start = time.perf_counter()
         rows, loader_error = self._read_rows()
         progress.note_rows_read()

@@ -150,12 +150,7 @@ def restore_loader(data_loader: Any, loader_state: dict[str, Any], run_dir: str)
 
 
 def open_checkpoint_weights(checkpoint_path: Path, metadata: dict[str, Any]) -> WeightReader:
-    """Opens the weights of a step folder.
-
-    Raises:
-        CheckpointError: they are not the weights that ``run.json`` names.
-        WeightsError: they cannot be read.
-    """
+    """Opens the weights of a step folder."""
     weight_reader = WeightReader(checkpoint_path / "weights", takes_lora=True)
     if weight_reader.manifest["digest"] != metadata.get("weights"):
         raise CheckpointError(

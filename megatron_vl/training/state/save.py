@@ -189,9 +189,6 @@ class CheckpointSaver:
         num_latest_kept: number of latest checkpoints to keep; 0 keeps all.
         keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
         hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
-
-    Raises:
-        CheckpointError: another run is writing to the folder.
     """
 
     def __init__(
