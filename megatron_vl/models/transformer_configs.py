@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ def _fp8_settings(platform: Platform, config: TrainConfig) -> dict[str, Any]:
 
 
 def _recompute_settings(
-    platform: Platform, recompute_mode: str, recompute_modules: list[str], has_experts: bool = False
+    platform: Platform, recompute_mode: str, recompute_modules: Sequence[str], has_experts: bool = False
 ) -> dict[str, Any]:
     if (
         recompute_mode == "selective"

@@ -344,7 +344,7 @@ def reduce_losses(
         if local_source_counts is not None:
             num_sources = len(local_source_counts.losses)
             sums[-num_sources:] += _loss_by_source(row_reports, num_sources)
-    dist.all_reduce(sums)
+    dist.all_reduce(sums)  # one for all numbers of the step
 
     sums = sums.cpu()  # the sync
     loss_sum, loss_tokens, *mtp_sums = sums[:num_sums].tolist()

@@ -203,6 +203,7 @@ class BatchBroadcast:
             if own_buffers
             else torch.empty(sum(sizes), dtype=BUFFER_TYPES[buffer_name], device=self.platform.device)
         )
+        # Every stage reads the text; pixels go only to the stage that has the tower.
         group = grid.replica_group if buffer_name == "text" else grid.stage_group
         dist.broadcast(joined, src=grid.replica_source_rank, group=group)
         return list(joined.split(sizes))
