@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config.fields import (
-    KEPT_OUTPUTS,
     RANDOM_WEIGHTS,
-    RECOMPUTE_MODULES,
     SYNTHETIC_ROWS,
     LoraConfig,
     RunConfigError,
@@ -175,26 +173,11 @@ def _check_model_parts(config: TrainConfig) -> None:
         "fp8.vision needs vision.placement first_stage: with decoupled, ranks run the tower a different"
         " number of times in a step. Set fp8.vision to false",
     )
-    unknown_modules = sorted(set(recompute.language_modules) - set(RECOMPUTE_MODULES))
+    keeps_cut_experts = "experts" in recompute.keep and config.parallel.etp > 1
     _refuse_if(
-        unknown_modules,
-        f"recompute.language_modules {unknown_modules} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}",
-    )
-    unknown_outputs = sorted(set(recompute.keep) - set(KEPT_OUTPUTS))
-    _refuse_if(
-        unknown_outputs, f"recompute.keep {unknown_outputs} are unknown; valid: {', '.join(KEPT_OUTPUTS)}"
-    )
-    _refuse_if(
-        recompute.keep and recompute.language != "full",
-        "recompute.keep is for layers under full recompute; set recompute.language to full",
-    )
-    _refuse_if(
-        recompute.keep and config.fp8.recipe != "none",
-        "recompute.keep is not supported with FP8; set recompute.keep to [] or fp8.recipe to none",
-    )
-    _refuse_if(
-        "experts" in recompute.keep and config.parallel.etp > 1,
-        "recompute.keep: experts is not supported with parallel.etp above 1; remove experts from it",
+        recompute.keep and (recompute.language != "full" or config.fp8.recipe != "none") or keeps_cut_experts,
+        f"recompute.keep {recompute.keep} needs recompute.language full and fp8.recipe none, and for experts"
+        " parallel.etp 1; change these, or remove it",
     )
     tower_is_recomputed = recompute.vision == "full" and not model.freeze_vision
     _refuse_if(

@@ -24,10 +24,6 @@ RANDOM_WEIGHTS = "random"
 """The value of ``model.checkpoint`` for new weights."""
 SYNTHETIC_ROWS = ("synthetic:images", "synthetic:text")
 """The values of ``data.path`` for random rows."""
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
-"""Valid entries of ``recompute.language_modules``."""
-KEPT_OUTPUTS = ("attention", "experts")
-"""Valid entries of ``recompute.keep``."""
 ALL_LINEAR = ("language", "vision", "merger")
 """The kinds of matrices that ``all-linear`` in ``lora.targets`` stands for: PEFT's, which are no experts."""
 LossOn = Literal["trained", "masked"]
@@ -191,13 +187,13 @@ class RecomputeConfig:
 
     language: Literal["none", "selective", "full"] = "none"
     """Language model: none, selective (what language_modules lists) or full (every layer)."""
-    language_modules: list[str] = option(["core_attn"])
+    language_modules: list[Literal["core_attn", "mlp", "layernorm", "activation"]] = option(["core_attn"])
     """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP: costs
     almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine, and does
     nothing in dense layers with FP8)."""
     vision: Literal["none", "activation", "full"] = "none"
     """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
-    keep: list[str] = option([])
+    keep: list[Literal["attention", "experts"]] = option([])
     """What decoder layers under full recompute keep beside their inputs: attention (its output, 2 x tokens x
     query heads x head dim bytes; only with FlashAttention-4) and experts (their first product, 4 x tokens x
     experts of a token x FFN size bytes). Numbers stay the same."""

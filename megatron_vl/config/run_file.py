@@ -12,11 +12,7 @@ from megatron_vl.config.fields import RunConfigError
 
 
 def read_run_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The values of a run's YAML, as nested as they are in it, and dotted name -> line (counted from 1).
-
-    Raises:
-        RunConfigError: the file cannot be read, is broken, is not a mapping, or sets a field twice.
-    """
+    """The values of a run's YAML, as nested as they are in it, and dotted name -> line (counted from 1)."""
     text = ""
     try:
         text = path.read_text(encoding="utf-8")

@@ -14,23 +14,15 @@ from megatron.core.tensor_parallel import layers as core_layers
 from torch import Tensor, nn
 
 
-def fuse_weight_gradients(model: nn.Module) -> int:
+def fuse_weight_gradients(model: nn.Module) -> None:
     """Makes every Transformer Engine linear of ``model`` accumulate weight gradients into ``main_grad``.
 
     ``main_grad`` must exist before the first backward pass: wrap the model in Megatron-core's DDP.
-
-    Returns:
-        The number of these linears.
     """
-    linear_count = 0
     for module in model.modules():
-        base_modules = tuple(kind.__module__ for kind in type(module).__mro__)
-        if hasattr(module, "fuse_wgrad_accumulation") and any(
-            base_module.startswith("transformer_engine.") for base_module in base_modules
-        ):
+        is_of_te = any(kind.__module__.startswith("transformer_engine.") for kind in type(module).__mro__)
+        if is_of_te and hasattr(module, "fuse_wgrad_accumulation"):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-            linear_count += 1
-    return linear_count
 
 
 def fuse_output_layer(output_layer: ColumnParallelLinear) -> None:

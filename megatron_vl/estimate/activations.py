@@ -21,8 +21,7 @@ from megatron_vl.estimate.layer_kinds import (
     merger_adapters,
 )
 from megatron_vl.estimate.parameters import bytes_per_element, mean_ranks_per_token
-from megatron_vl.kernels.attention.tower_heads import has_kernels
-from megatron_vl.kernels.sizes import DELTA_CHUNK, LOSS_CHUNK_TOKENS
+from megatron_vl.kernels.sizes import DELTA_CHUNK, LOSS_CHUNK_TOKENS, TOWER_HEAD_DIMS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.lora import saved_modules, trains_own_matrices
@@ -409,7 +408,7 @@ class ActivationEstimator:
         vision_spec = self.spec.vision
         # As megatron_vl.models.attention.choose_backend says for GPUs. That module takes seconds to import.
         is_auto = self.config.model.attention == "auto"
-        takes_kernels = is_auto and self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
+        takes_kernels = is_auto and self.bytes_per_element == 2 and vision_spec.head_dim in TOWER_HEAD_DIMS
         if is_auto and not kind.has_full_attention:
             # One kernel from the fused QKV output to the attention's output.
             attention_elements = 4.0 * vision_spec.hidden_size

@@ -332,7 +332,7 @@ def repeated_flops(
     """
     modules = {"all"} if recompute_config.language == "full" else recompute_config.selected_modules
     kinds = layer_kinds(spec, lora)
-    kept = set(recompute_config.keep)
+    kept: set[str] = set(recompute_config.keep)
     by_kind = {kind: _repeated_layer(spec.language, kind, modules, kept, sizes) for kind in set(kinds)}
     tower = 0.0
     if "vision" in trained_parts(spec, lora, model_config):

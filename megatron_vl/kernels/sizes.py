@@ -5,6 +5,9 @@ TE_HEAD_DIMS = (64, 128)
 of 256, its gradients are wrong: ``tests.gpu.attention`` compares them on a GPU."""
 FLASH_ATTENTION_HEAD_DIMS = (64, 96, 128, 256)
 """Head sizes for which FlashAttention-4's gradients were measured to be right (benchmarks/log/speed.md)."""
+TOWER_HEAD_DIMS = range(16, 129, 8)
+"""Head sizes that :mod:`megatron_vl.kernels.attention.tower_attention` supports. With RoPE and packing,
+FlashAttention-2 takes 1.3 to 1.5 times as long, also for heads of 64 (benchmarks/log/speed.md)."""
 DELTA_CHUNK = 64
 """Tokens that the kernels of linear attention compute together."""
 STATE_CHUNK_BYTES = 256 << 20

@@ -30,8 +30,7 @@ from megatron_vl.kernels.attention.flash_attention import (
     largest_gradient_error,
     packed_causal_attention,
 )
-from megatron_vl.kernels.attention.tower_heads import has_kernels
-from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS
+from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS, TOWER_HEAD_DIMS
 from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
 from megatron_vl.models.kept_outputs import keep_output, known_output
@@ -74,9 +73,6 @@ class PackedAttention(nn.Module):
         rope_scale: (number of a query's first elements, their factor). It is YaRN's attention factor of both
             query and key, because fused rotary kernels take only angles, and logits are all that either
             decides. None: no factor.
-
-    Raises:
-        ValueError: core asks for another ``softmax_scale`` than the default.
     """
 
     def __init__(
@@ -95,8 +91,6 @@ class PackedAttention(nn.Module):
         rope_scale: tuple[int, float] | None = None,
     ) -> None:
         super().__init__()
-        if softmax_scale is not None:
-            raise ValueError("softmax_scale is not supported; attention scales by head_dim ** -0.5")
         self.backend = backend
         self.windowed = windowed(layer_number - 1)
         self.causal = causal
@@ -169,7 +163,7 @@ def choose_backend(
     if attention == "reference" or platform == "cpu" or head_dim % 8:
         return "sdpa"  # no fused kernel supports other heads
     if not causal:
-        return "triton" if dtype == torch.bfloat16 and has_kernels(head_dim) else "torch_varlen"
+        return "triton" if dtype == torch.bfloat16 and head_dim in TOWER_HEAD_DIMS else "torch_varlen"
     takes_flash_attention = dtype == torch.bfloat16 and head_dim in FLASH_ATTENTION_HEAD_DIMS
     if tries_flash_attention and takes_flash_attention and has_flash_attention():
         return "flash_attn"

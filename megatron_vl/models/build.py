@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +52,6 @@ def build_chunks(
 
     Args:
         pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
-
-    Raises:
-        RunConfigError: the platform or the model does not support a field of ``config``.
     """
     config = freeze_parts_without_lora(config, spec)
     torch.manual_seed(config.seed)
@@ -126,7 +122,14 @@ class _ModelBuilder:
         chunk.mtp_config = self.config.mtp
         if self.config.mtp.loss and chunk.post_process:
             chunk.mtp = self._build_mtp(language_model)
-        return _move_to_device(chunk, self.platform.device, self.dtype)
+        # Some parameters stay in float32.
+        float32_values = {
+            p: p.detach().clone() for p in chunk.parameters() if getattr(p, "keep_float32", False)
+        }
+        chunk = chunk.to(device=self.platform.device, dtype=self.dtype)
+        for parameter, value in float32_values.items():
+            parameter.data = value.to(self.platform.device)
+        return chunk
 
     def build_tower_everywhere(self) -> TowerEverywhere:
         """A whole tower with the same weights on all ranks of the run. Collective over these ranks."""
@@ -267,16 +270,6 @@ class _ModelBuilder:
                 flush=True,
             )
         return backend
-
-
-def _move_to_device(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype) -> VisionLanguageModel:
-    """Moves a chunk to its device and type, except for parameters that stay in float32."""
-    kept_parameters = [p for p in chunk.parameters() if getattr(p, "keep_float32", False)]
-    float32_values = {parameter: parameter.detach().clone() for parameter in kept_parameters}
-    chunk = chunk.to(device=device, dtype=dtype)
-    for parameter, value in float32_values.items():
-        parameter.data = value.to(device)
-    return chunk
 
 
 def aux_loss(spec: ModelSpec, model_config: ModelConfig) -> tuple[float, str]:

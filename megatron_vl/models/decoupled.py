@@ -203,6 +203,7 @@ class DecoupledTower:
             all_features = exchange_with_first(
                 all_features, step_vision.features_of_part, self.cp_group, should_gather=False
             )
+        # Only the first tensor rank has received the features; the others need the same ones.
         if self.on_first_stage and self.tp_group.size() > 1:
             if self.tp_group.rank():
                 all_features = local_features.new_empty(

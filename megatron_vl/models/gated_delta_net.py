@@ -78,7 +78,10 @@ class GatedDeltaNet(nn.Module):
         )
         # Random weights begin on the GPU, because core's generators of the tensor-parallel ranks are there.
         device = torch.cuda.current_device()
-        self.conv1d = _DepthwiseConvWeight(sum(self.channels), spec.conv_width, config.params_dtype, device)
+        self.conv1d: Any = nn.Module()  # it holds the weight [C, 1, W] of the depthwise convolution
+        self.conv1d.weight = nn.Parameter(
+            torch.empty(sum(self.channels), 1, spec.conv_width, dtype=config.params_dtype, device=device)
+        )
         self.dt_bias = nn.Parameter(torch.ones(self.value_heads, dtype=config.params_dtype, device=device))
         self.A_log = nn.Parameter(torch.zeros(self.value_heads, device=device))
         self.out_norm = GatedNorm(spec.value_dim, config.layernorm_epsilon, config.sequence_parallel)
@@ -152,8 +155,16 @@ class GatedDeltaNet(nn.Module):
         convolved_qkv = causal_conv(qkv, self.conv1d.weight[:, 0], segment_ids, exchange=exchange)
         # The logarithm of the decay is float32; both are [S, value heads].
         log_decay = -self.A_log.float().exp() * F.softplus(decay_input.float() + self.dt_bias)
-        heads, beta = self._split_heads(convolved_qkv), beta_input.sigmoid()
-        head_outputs = gated_delta_rule(*heads, log_decay, beta, segment_ids, exchange=exchange)
+        queries, keys, values = convolved_qkv.split(self.channels, dim=-1)
+        head_outputs = gated_delta_rule(
+            queries.unflatten(-1, (self.key_heads, -1)),
+            keys.unflatten(-1, (self.key_heads, -1)),
+            values.unflatten(-1, (self.value_heads, -1)),
+            log_decay,
+            beta_input.sigmoid(),
+            segment_ids,
+            exchange=exchange,
+        )
 
         weight = self.out_norm.weight
         if not self.config.sequence_parallel:
@@ -161,26 +172,6 @@ class GatedDeltaNet(nn.Module):
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
         head_gates = output_gate.unflatten(-1, (self.value_heads, -1))
         return self.out_norm(head_outputs, head_gates, weight).flatten(1)
-
-    def _split_heads(self, convolved_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[S, channels] -> queries, keys [S, key heads, K] and values [S, value heads, V]"""
-        queries, keys, values = convolved_qkv.split(self.channels, dim=-1)
-        key_shape, value_shape = (self.key_heads, -1), (self.value_heads, -1)
-        return (
-            queries.unflatten(-1, key_shape),
-            keys.unflatten(-1, key_shape),
-            values.unflatten(-1, value_shape),
-        )
-
-
-class _DepthwiseConvWeight(nn.Module):
-    """Holds the weight [C, 1, W] of the depthwise convolution."""
-
-    def __init__(
-        self, num_channels: int, kernel_width: int, dtype: torch.dtype, device: torch.device | int
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_channels, 1, kernel_width, dtype=dtype, device=device))
 
 
 class GatedNorm(nn.Module):

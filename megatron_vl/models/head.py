@@ -100,6 +100,7 @@ def _label_is_first(logits: Tensor, labels: Tensor, group: dist.ProcessGroup) ->
     label_logits = logits.gather(1, local_labels.masked_fill(is_elsewhere, 0)[:, None])[:, 0]
     label_logits = label_logits.masked_fill(is_elsewhere, float("-inf"))
     highest = torch.stack((label_logits, logits.amax(1)))
+    # Each rank has a part of the vocabulary: the label lies on one of them, the highest logit on any.
     if group.size() > 1:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     return (highest[0] >= highest[1])[None]

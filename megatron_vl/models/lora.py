@@ -208,9 +208,6 @@ class AdaptedModel:
 
         Args:
             live_tensors: at least the module's parameters, with canonical names.
-
-        Raises:
-            RunConfigError: something that the run's ``lora`` asks for cannot be done.
         """
         adapted = {id(live.parameter): live for live in live_tensors if live.tensor_name in self.adapters}
         for linear in list(module.modules()):

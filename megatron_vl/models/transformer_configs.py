@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,11 +48,7 @@ def _common_settings(
 def language_config(
     platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig, *, aux_loss_coefficient: float
 ) -> TransformerConfig:
-    """The language model's config, which also controls the pipeline schedules and gradient finalisation.
-
-    Raises:
-        RunConfigError: the platform or the model does not support a setting.
-    """
+    """The language model's config, which also controls the pipeline schedules and gradient finalisation."""
     language_spec, recompute = spec.language, config.recompute
     if language_spec.linear_attention is not None:
         check_linear_attention(spec, config.fp8)
@@ -125,9 +122,6 @@ def vision_config(
     """The vision tower's config: one pipeline stage and no sequence parallelism.
 
     Sequence parallelism needs a fixed length, but the number of patches differs from row to row.
-
-    Raises:
-        RunConfigError: the platform does not support a setting.
     """
     vision_spec = spec.vision
     return TransformerConfig(
@@ -170,7 +164,7 @@ def _fp8_settings(platform: Platform, config: TrainConfig) -> dict[str, Any]:
 
 
 def _recompute_settings(
-    platform: Platform, recompute_mode: str, recompute_modules: list[str], has_experts: bool = False
+    platform: Platform, recompute_mode: str, recompute_modules: Sequence[str], has_experts: bool = False
 ) -> dict[str, Any]:
     if (
         recompute_mode == "selective"

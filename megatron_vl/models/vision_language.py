@@ -217,8 +217,12 @@ class VisionLanguageModel(MegatronModule):
             return self._exchange_row_features(row, skips_tower)
         if self.vision_model is not None and row.vision_input is not None and not skips_tower:
             return self.vision_model(row.vision_input)
-        if row.vision_features is not None and not self._needs_no_features(row):
-            return list(row.vision_features.unbind(1))
+        features = row.vision_features
+        # Without an image, the backward pass may still need the (empty) features.
+        if features is not None and (
+            len(features) or features.requires_grad and not self._backward_reaches_embedding
+        ):
+            return list(features.unbind(1))
         return None
 
     def _exchange_row_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor]:
@@ -250,13 +254,6 @@ class VisionLanguageModel(MegatronModule):
                 local_features = local_features[:0] + local_features.sum() * 0.0
 
         return list(exchange_features(local_features, route, self.language_model.pg_collection.cp).unbind(1))
-
-    def _needs_no_features(self, row: DeviceRow) -> bool:
-        """Whether the row has no image and the backward pass does not need its (empty) features."""
-        assert row.vision_features is not None
-        return not len(row.vision_features) and (
-            not row.vision_features.requires_grad or self._backward_reaches_embedding
-        )
 
     @property
     def _backward_reaches_embedding(self) -> bool:

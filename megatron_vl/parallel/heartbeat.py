@@ -41,14 +41,8 @@ SLOW_START_FACTOR, MIN_SLOW_START_S = 3, 300.0
 at least this many seconds."""
 CONNECT_TIMEOUT_S = 60.0
 _GATHER_LOST_S = 0.3
-"""Seconds to wait for more ranks to be lost, because the ranks of a node are lost together."""
+"""Seconds to wait for more ranks to be lost."""
 _MAX_LINE_BYTES = 1 << 14
-
-
-def heartbeat_interval_s(world_size: int, timeout_s: float) -> float:
-    """Seconds between two lines of a rank, in a run of ``world_size`` ranks."""
-    full_interval_s = max(1.0, world_size / MAX_LINES_PER_S)
-    return min(full_interval_s, max(0.2, timeout_s / 4)) if timeout_s else full_interval_s
 
 
 def slow_start_timeout_s(timeout_s: float) -> float:
@@ -72,7 +66,10 @@ class HeartbeatMonitor:
 
         self.rank, world_size = dist.get_rank(), dist.get_world_size()
         self.timeout_s, self.on_diagnosis = timeout_s, on_diagnosis
-        self.interval_s = heartbeat_interval_s(world_size, timeout_s)
+        self.interval_s = max(1.0, world_size / MAX_LINES_PER_S)
+        """Seconds between two lines of a rank."""
+        if timeout_s:
+            self.interval_s = min(self.interval_s, max(0.2, timeout_s / 4))
         self.silence_limit_s = min(3 * self.interval_s + 5, self.interval_s + timeout_s / 2)
         """Seconds without a line after which a rank is considered stopped."""
         self.rank_process = own_process()
@@ -106,14 +103,18 @@ class HeartbeatMonitor:
             self.links.receive(min(self.interval_s, 1.0))
             # A connection that ended is certain, so it needs no timeout.
             if self.links.lost_ranks:
-                self._gather_lost_ranks()
+                # Ranks of a node, or those that a launcher ends, are lost together.
+                end_time = time.monotonic() + _GATHER_LOST_S
+                while (remaining_s := end_time - time.monotonic()) > 0:
+                    self.links.receive(remaining_s)
                 self._report(diagnose_dead_ranks(self.links.lost_ranks, self.heartbeats))
                 return
             if time.monotonic() < next_send:
                 continue
 
             next_send = time.monotonic() + self.interval_s
-            self.heartbeats[self.rank] = self.own_heartbeat()
+            own_progress = dataclasses.replace(progress.current_progress)
+            self.heartbeats[self.rank] = Heartbeat(self.rank, self.rank_process, own_progress)
             self.links.send_to_all(self.token.encode() + b" " + self.heartbeats[self.rank].to_line())
 
             # One rank that makes progress is enough: the others may wait for it for a good reason.
@@ -125,11 +126,6 @@ class HeartbeatMonitor:
             if clock.has_timed_out(idle_s, self.heartbeats.values()):
                 self._report(diagnose_hang(self.heartbeats, idle_s, self.silence_limit_s, self.timeout_s))
                 return
-
-    def own_heartbeat(self) -> Heartbeat:
-        """The current heartbeat of this rank."""
-        own_progress = dataclasses.replace(progress.current_progress)
-        return Heartbeat(self.rank, self.rank_process, own_progress)
 
     def _accept_line(self, line: bytes) -> int | None:
         """Stores the heartbeat of a line and returns its rank.
@@ -145,12 +141,6 @@ class HeartbeatMonitor:
             return None
         self.heartbeats[heartbeat.rank] = heartbeat
         return heartbeat.rank
-
-    def _gather_lost_ranks(self) -> None:
-        """Waits for more lost ranks: those of a node, or those that a launcher ends, are lost together."""
-        end_time = time.monotonic() + _GATHER_LOST_S
-        while (remaining_s := end_time - time.monotonic()) > 0:
-            self.links.receive(remaining_s)
 
     def _report(self, diagnosis: RunFailure) -> None:
         """Reports a diagnosis, unless this rank has ended."""

@@ -150,6 +150,8 @@ def make_grid(layout: Layout) -> ProcessGrid:
     if layout.cp > 1:
         replica_group, stage_group = _replica_group(layout), mpu.get_tensor_and_context_parallel_group()
     keep_groups(replica_group, _nested_context_groups(layout))
+    # NCCL would move small messages between hosts through the GPUs.
+    has_gloo = layout.replica_ranks == 1 or dist.get_backend() in ("gloo", "fake")
     return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         cp_rank=mpu.get_context_parallel_rank(),
@@ -169,7 +171,7 @@ def make_grid(layout: Layout) -> ProcessGrid:
         world_size=dist.get_world_size(),
         replica_group=replica_group,
         replica_source_rank=min(dist.get_process_group_ranks(replica_group)),
-        replica_gloo_group=_replica_gloo_group(layout) or replica_group,
+        replica_gloo_group=replica_group if has_gloo else _replica_group(layout, "gloo"),
         stage_group=stage_group,
     )
 
@@ -214,13 +216,6 @@ def _nested_context_groups(layout: Layout) -> list[dist.ProcessGroup] | None:
             if dist.get_rank() in members:
                 own_groups.append(group)
     return own_groups
-
-
-def _replica_gloo_group(layout: Layout) -> dist.ProcessGroup | None:
-    """The gloo group of this rank's replica; None if the other group serves. Collective over all ranks."""
-    if layout.replica_ranks == 1 or dist.get_backend() in ("gloo", "fake"):
-        return None
-    return _replica_group(layout, "gloo")
 
 
 def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGroup:

@@ -72,11 +72,6 @@ def get_platform(platform_name: str = "auto") -> Platform:
 
     Args:
         platform_name: ``auto`` (CUDA if there is a GPU), ``cuda`` or ``cpu``.
-
-    Raises:
-        CoreVersionError: this version of Megatron-core was never tested with this toolkit.
-        PlatformError: there is no GPU for ``cuda``, it is too old, Transformer Engine cannot be imported on
-            CUDA, or an earlier call chose another platform.
     """
     global _process_platform
     if _process_platform is None:

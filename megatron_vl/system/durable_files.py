@@ -52,12 +52,6 @@ def rename_path(old_path: Path, new_path: Path) -> None:
     fsync_path(new_path.parent)
 
 
-def publish_file(partial_path: Path, final_path: Path) -> None:
-    """Flushes a file that was just written and gives it its final name."""
-    fsync_path(partial_path)
-    rename_path(partial_path, final_path)
-
-
 @contextlib.contextmanager
 def open_new_file(final_path: Path) -> Iterator[BinaryIO]:
     """A context with the open file ``NAME.partial``, which gets its final name ``NAME`` at the end.

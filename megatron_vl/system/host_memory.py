@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 from pathlib import Path
 
 import psutil
@@ -48,25 +47,13 @@ def available_gib_per_rank() -> float:
 
 
 def memory_limits_text() -> str:
-    """The memory that this process uses and may use, as part of a sentence."""
+    """The memory that this process holds, and that its node has left, as part of a sentence."""
     try:
-        process_memory, virtual_memory = psutil.Process().memory_info(), psutil.virtual_memory()
+        held = psutil.Process().memory_info().rss
     except (psutil.Error, OSError):
         return "without /proc, no more is known"
-    limit_texts = [f"this process holds {process_memory.rss / GIB:.1f} GiB"]
-
-    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if address_space != resource.RLIM_INFINITY:
-        limit_texts.append(
-            f"its address space {process_memory.vms / GIB:.1f} of {address_space / GIB:.1f} GiB (ulimit -v)"
-        )
-    cgroup_limit = min(_cgroup_limits(), default=virtual_memory.total)
-    if cgroup_limit < virtual_memory.total:
-        limit_texts.append(f"the job's control group may use {cgroup_limit / GIB:.1f} GiB")
-    limit_texts.append(
-        f"the host has {virtual_memory.available / GIB:.1f} of {virtual_memory.total / GIB:.1f} GiB left"
-    )
-    return ", ".join(limit_texts)
+    left = available_bytes() / GIB
+    return f"this process holds {held / GIB:.1f} GiB, and its node or job has {left:.1f} GiB left"
 
 
 def _cgroup_files(file_name: str) -> list[Path]:

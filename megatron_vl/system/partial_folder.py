@@ -82,11 +82,7 @@ def remove_partial_folder(partial_dir: Path) -> None:
 
 
 def _claim_folder(partial_dir: Path) -> TextIO:
-    """Makes ``partial_dir``, or takes over that of a dead process. Returns its locked file.
-
-    Raises:
-        FileExistsError: a living process owns it, or it is something else.
-    """
+    """Makes ``partial_dir``, or takes over that of a dead process. Returns its locked file."""
     durable_files.make_dirs(partial_dir)
     if not (partial_dir / OWNER_FILE).is_file() and any(partial_dir.iterdir()):
         raise FileExistsError(

@@ -15,7 +15,6 @@ import operator
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -124,7 +123,7 @@ class Evaluate(Hook):
         row_iterator = iter(self.rows) if self.grid.owns_loader else None
         # At most as many rows as in a training step, so that there is enough memory.
         rows_at_once = self.config.global_batch_size // self.grid.dp
-        with _complete_weights(ddp_chunks), _inference(chunks):
+        with torch.no_grad(), _inference(ddp_chunks):
             for first in range(0, self.num_rows, rows_at_once):
                 num_rows = min(rows_at_once, self.num_rows - first)
                 batches = BatchBroadcast(self.grid, self.platform, row_iterator, num_rows, spec=self.spec)
@@ -145,21 +144,8 @@ class Evaluate(Hook):
 
 
 @contextlib.contextmanager
-def _inference(chunks: list[Any]) -> Iterator[None]:
-    """A context without gradients, dropout and recomputation."""
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for chunk in chunks:
-            chunk.train()
-
-
-@contextlib.contextmanager
-def _complete_weights(ddp_chunks: list[DistributedDataParallel]) -> Iterator[None]:
-    """A context in which the weights of the last update are complete.
+def _inference(ddp_chunks: list[DistributedDataParallel]) -> Iterator[None]:
+    """A context without dropout and recomputation, in which the weights of the last update are complete.
 
     With the overlapped gather, they would arrive only in DDP's next forward pass. They are gathered now, and
     the hooks that would wait for them are removed until the context ends.
@@ -167,8 +153,12 @@ def _complete_weights(ddp_chunks: list[DistributedDataParallel]) -> Iterator[Non
     overlapped_chunks = [chunk for chunk in ddp_chunks if chunk.ddp_config.overlap_param_gather]
     for chunk in overlapped_chunks:
         chunk.disable_forward_pre_hook(param_sync=True)
+    for chunk in ddp_chunks:
+        chunk.module.eval()
     try:
         yield
     finally:
+        for chunk in ddp_chunks:
+            chunk.module.train()
         for chunk in overlapped_chunks:
             chunk.enable_forward_pre_hook()

@@ -24,11 +24,6 @@ def with_start_lora(
     Args:
         source_checkpoint: the checkpoint that the run resumes from. It holds the run's LoRA, and the
             settings of the one in ``lora.adapter`` are not read.
-
-    Raises:
-        RunConfigError: there are no weights, they are those of a whole model or of LoRA of another model,
-            they cannot be read, or another field of ``lora`` says something else. The message says which.
-        WeightsError: the LoRA in ``source_checkpoint`` cannot be read.
     """
     adapter_dir = config.lora.adapter
     if not adapter_dir:

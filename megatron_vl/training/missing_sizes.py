@@ -36,12 +36,7 @@ _PROGRAM = (
 
 
 def write_missing_sizes(resolved_run: ResolvedRun, platform: Platform) -> None:
-    """Lets rank 0 write the sizes that are missing, while all ranks wait. Collective.
-
-    Raises:
-        LoaderError: the sizes cannot be written. The message says where else to write them.
-        SystemExit: a signal asked a rank to stop.
-    """
+    """Lets rank 0 write the sizes that are missing, while all ranks wait. Collective."""
     unsized = resolved_run.facts_by_split["train"].datasets_without_sizes
     if not unsized:
         return
@@ -58,11 +53,7 @@ def write_missing_sizes(resolved_run: ResolvedRun, platform: Platform) -> None:
 
 
 def write_missing_sizes_alone(data_config: DataConfig, hf_dir: str | Path) -> None:
-    """Writes the sizes that are missing for a command without a process group, and reports on standard error.
-
-    Raises:
-        LoaderError: there is no data set, or the sizes cannot be written.
-    """
+    """Writes the sizes that are missing for a command without a process group; reports on standard error."""
     unsized = find_datasets_without_sizes(read_description(data_config.path), hf_dir, data_config)
     if unsized:
         process = _start_indexing(data_config, hf_dir, [str(dataset.path) for dataset in unsized], output=2)

@@ -43,10 +43,6 @@ def build_model(
 
     Returns:
         (one chunk for each virtual stage, not wrapped in DDP; the chunks' parameters with canonical names).
-
-    Raises:
-        RuntimeError: the modules do not match the tensor table.
-        WeightsError: a stored tensor is damaged.
     """
     pixel_norm = pixel_norm or read_pixel_norm(config.model.hf)
     chunks = build_chunks(

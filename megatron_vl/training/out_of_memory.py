@@ -48,23 +48,20 @@ def explain_memory_errors(resolved_run: ResolvedRun) -> Iterator[None]:
         raise RankOutOfMemory(message) from error
 
 
-def gpu_memory_message(error_text: str, resolved_run: ResolvedRun) -> str:
+def gpu_memory_message(error_text: str, run: ResolvedRun) -> str:
     """The message for a lack of GPU memory."""
     parts = [f"out of GPU memory: {_first_line(error_text).removesuffix('.')}"]
     # An error in the estimate must not hide torch's text.
     with contextlib.suppress(Exception):
-        parts.append(_estimate_text(resolved_run))
+        from megatron.core import parallel_state as mpu
+
+        stage = mpu.get_pipeline_model_parallel_rank() if mpu.model_parallel_is_initialized() else 0
+        memory = stage_memories(run.config, run.spec, run.layout, run.dp)[stage]
+        gib_by_part = {part: getattr(memory, part) / GIB for part in GPU_MEMORY_PARTS}
+        parts_text = ", ".join(f"{part} {gib:.1f}" for part, gib in gib_by_part.items() if gib >= 0.1)
+        total = f"{memory.total_bytes / GIB:.1f} GiB"
+        parts.append(f"The estimate of pipeline stage {stage} is {total} ({parts_text})")
     return ". ".join([*parts, "docs/pipelines.md says how to lower it: recompute, offload, more stages"])
-
-
-def _estimate_text(run: ResolvedRun) -> str:
-    from megatron.core import parallel_state as mpu
-
-    stage = mpu.get_pipeline_model_parallel_rank() if mpu.model_parallel_is_initialized() else 0
-    memory = stage_memories(run.config, run.spec, run.layout, run.dp)[stage]
-    gib_by_part = {part: getattr(memory, part) / GIB for part in GPU_MEMORY_PARTS}
-    parts_text = ", ".join(f"{part} {gib:.1f}" for part, gib in gib_by_part.items() if gib >= 0.1)
-    return f"The estimate of pipeline stage {stage} is {memory.total_bytes / GIB:.1f} GiB ({parts_text})"
 
 
 def host_memory_message(error: BaseException) -> str | None:
@@ -75,7 +72,14 @@ def host_memory_message(error: BaseException) -> str | None:
     cause: BaseException | None = error
     while cause is not None:  # others may wrap torch's error
         if death := _LOADER_DEATH_PATTERN.search(str(cause)):
-            return _dead_loader_message(death[1], death[2] or "Killed")
+            pids, signal_name = death[1], death[2] or "Killed"
+            if signal_name == "Killed":
+                return f"a process of the loader ({pids}) was killed from outside. {host_memory.KILL_ADVICE}"
+            return (
+                f"a process of the loader ({pids}) was ended by a signal: {signal_name}. A media file may"
+                " have crashed its decoder, or the shared memory (/dev/shm) is full: enlarge it"
+                f" ({SHARED_MEMORY_ADVICE})"
+            )
         cause = cause.__cause__ or cause.__context__
 
     is_host_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
@@ -84,15 +88,6 @@ def host_memory_message(error: BaseException) -> str | None:
     advice = host_memory.LOWER_HOST_MEMORY_ADVICE
     limits = host_memory.memory_limits_text()
     return f"out of host memory ({_first_line(str(error))}): {limits}. {advice[:1].upper()}{advice[1:]}"
-
-
-def _dead_loader_message(pids: str, signal_name: str) -> str:
-    if signal_name == "Killed":
-        return f"a process of the loader ({pids}) was killed from outside. {host_memory.KILL_ADVICE}"
-    return (
-        f"a process of the loader ({pids}) was ended by a signal: {signal_name}. A media file may have"
-        f" crashed its decoder, or the shared memory (/dev/shm) is full: enlarge it ({SHARED_MEMORY_ADVICE})"
-    )
 
 
 def _first_line(error_text: str) -> str:

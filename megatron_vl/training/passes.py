@@ -24,10 +24,6 @@ def with_counted_steps(resolved_run: ResolvedRun, world_size: int) -> ResolvedRu
     """The run with its number of steps, which rank 0 counts unless ``steps`` gives it. Collective.
 
     A line for its start says how many passes they are. The sizes of all samples must be known.
-
-    Raises:
-        LoaderError: no sample can be used, or the data are a blend by weights.
-        RunConfigError: a field does not fit the number of steps.
     """
     config = resolved_run.config
     num_samples = resolved_run.facts_by_split["train"].dataset_identity.get("samples") or math.inf

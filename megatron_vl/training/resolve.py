@@ -216,10 +216,6 @@ def check_own_checkpoint(
 
     The checkpoint's files say which model it holds. Without LoRA, ``model.checkpoint`` is not read and need
     not exist.
-
-    Raises:
-        CheckpointError: files are missing or damaged.
-        RunConfigError: the checkpoint holds another model than ``model.hf``, or other LoRA.
     """
     from megatron_vl.training.start_weights import start_weights_path
     from megatron_vl.training.state.load import open_checkpoint_weights, read_run_metadata, suggest_remedy
@@ -241,11 +237,7 @@ def check_own_checkpoint(
 
 
 def find_source_checkpoint(config: TrainConfig) -> SavedCheckpoint | None:
-    """The checkpoint that a run resumes from: the latest in its folder; None if it begins anew.
-
-    Raises:
-        CheckpointError: a roll-back of the folder was interrupted.
-    """
+    """The checkpoint that a run resumes from: the latest in its folder; None if it begins anew."""
     run_dir = config.checkpoint.dir
     return find_latest_checkpoint(Path(run_dir)) if run_dir else None
 

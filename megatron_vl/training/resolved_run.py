@@ -39,8 +39,3 @@ class ResolvedRun:
     def last_step(self) -> int:
         """The step after which the run ends."""
         return min(self.config.steps, self.config.stop_after or self.config.steps)
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether weights come from the run's own checkpoint."""
-        return self.source_checkpoint is not None

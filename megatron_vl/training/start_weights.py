@@ -28,9 +28,6 @@ def open_start_weights(config: TrainConfig, *, should_verify: bool = True) -> Ca
     Args:
         should_verify: whether Megatron weights are compared with their SHA-256. A Hugging Face folder has
             none.
-
-    Raises:
-        WeightsError, FileNotFoundError: they cannot be read.
     """
     if config.model.checkpoint == RANDOM_WEIGHTS:
         return None
@@ -40,11 +37,7 @@ def open_start_weights(config: TrainConfig, *, should_verify: bool = True) -> Ca
 
 
 def open_mtp_weights(config: TrainConfig, checkpoint_path: Path | None) -> CanonicalWeights | None:
-    """The folder ``model.hf``, if a run trains its multi-token prediction but continues with weights without.
-
-    Raises:
-        WeightsError, FileNotFoundError: the folder has no such tensors, or cannot be read.
-    """
+    """The folder ``model.hf``, if a run trains multi-token prediction and continues with weights without."""
     weights_path = checkpoint_path or config.model.checkpoint
     if not config.mtp.loss or not weights_path or config.model.checkpoint == RANDOM_WEIGHTS:
         return None
@@ -57,12 +50,7 @@ def has_mtp_weights(weights_path: str | Path) -> bool:
 
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeights | None:
-    """Checks the weights, and returns them without comparing hashes.
-
-    Raises:
-        RunConfigError: they do not exist, or are of another model than ``model.hf``.
-        WeightsError, FileNotFoundError: they cannot be read.
-    """
+    """Checks the weights, and returns them without comparing hashes."""
     if config.model.checkpoint == RANDOM_WEIGHTS:
         return None
     check_weights_exist(config)

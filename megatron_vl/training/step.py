@@ -137,14 +137,12 @@ def wrap_in_ddp(
     if overlap:
         no_sync = [chunk.no_sync for chunk in ddp_chunks]
         core_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    core_config.finalize_model_grads_func = _finalize_gradient_sums
+    # Without the number of tokens, core does not divide the sums of the gradients over ranks.
+    core_config.finalize_model_grads_func = lambda model, num_tokens, **options: finalize_model_grads(
+        model, None, **options
+    )
     core_config.grad_scale_func = None
     return ddp_chunks
-
-
-def _finalize_gradient_sums(model: Any, num_tokens: Tensor, **options: Any) -> None:
-    """Completes the sums of the gradients over ranks. Without ``num_tokens``, core does not divide them."""
-    finalize_model_grads(model, None, **options)
 
 
 def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -346,7 +344,7 @@ def reduce_losses(
         if local_source_counts is not None:
             num_sources = len(local_source_counts.losses)
             sums[-num_sources:] += _loss_by_source(row_reports, num_sources)
-    dist.all_reduce(sums)
+    dist.all_reduce(sums)  # one for all numbers of the step
 
     sums = sums.cpu()  # the sync
     loss_sum, loss_tokens, *mtp_sums = sums[:num_sums].tolist()

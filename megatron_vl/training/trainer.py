@@ -48,12 +48,12 @@ from megatron_vl.training.start_weights import open_start_weights, start_weights
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.keep import last_good_text
 from megatron_vl.training.state.load import (
+    LOADER_STATE_FILE,
     load_checkpoint,
     load_main_weights,
-    read_run_metadata,
     restore_loader,
 )
-from megatron_vl.training.state.resume import field_change_notes, recorded_fields
+from megatron_vl.training.state.resume import field_change_notes, learning_rate_notes, recorded_fields
 from megatron_vl.training.state.save import CheckpointSaver, CheckpointSnapshot, take_snapshot
 from megatron_vl.training.step import NO_GRADIENT, SKIP_TEXTS, StepResult, train_step, wrap_in_ddp
 from megatron_vl.weights.model_digest import LoraBase
@@ -257,33 +257,35 @@ class Trainer:
     def _restore_checkpoint(self, source: SavedCheckpoint) -> None:
         """Restores model, optimizer, loader and counts, and prints what has changed since the save."""
         run_dir = self.config.checkpoint.dir
-        restored = load_checkpoint(
+        metadata, loader_state = load_checkpoint(
             source.path,
             live_tensors=self.saved_tensors,
             optimizer=self.optimizer,
             spec=self.spec,
             grid=self.grid,
         )
-        if restored.loader_state is not None:
-            restore_loader(self.data_loader, restored.loader_state, run_dir)
-        self.step, self.bad_samples = source.step, restored.bad_sample_counts
+        if loader_state is not None:
+            restore_loader(self.data_loader, loader_state, run_dir)
+        restarts_data = LOADER_STATE_FILE not in metadata["files"]
+        self.step, self.bad_samples = source.step, metadata.get("bad_samples")
 
         # The notes name fields that may change between two starts. A user who did not mean to change one
         # sees it.
         current_fields = self._recorded_fields()
-        if not restored.restarts_data:
+        if not restarts_data:
             del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
-        metadata = read_run_metadata(source.path)
         try:
             skipped = metadata["skipped_steps"]
             self.skipped_steps = {reason: int(skipped.get(reason, 0)) for reason in SKIP_TEXTS}
             self.source_totals = dict(metadata["sources"])
-            notes = field_change_notes(current_fields, dict(metadata["fields"]))
-        except (KeyError, TypeError, ValueError) as error:
+            saved_fields = dict(metadata["fields"])
+            notes = field_change_notes(current_fields, saved_fields)
+            notes += learning_rate_notes(self.config, saved_fields, self.step)
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{source.path / 'run.json'} is damaged: {reason}") from error
 
-        restart_text = "; the data set is read from its start" if restored.restarts_data else ""
+        restart_text = "; the data set is read from its start" if restarts_data else ""
         log_rank_0(self.grid, f"resumed at step {self.step} from {run_dir}{restart_text}")
         for note in notes:
             log_rank_0(self.grid, f"NOTE: {note}")
@@ -361,7 +363,7 @@ class Trainer:
             has_failed=saver is not None and saver.save_error is not None,
             stop_requested=bool(requested_stop_signal()),
             local_source_counts=local_source_counts,
-            before_update=saver.wait_until_copied if saver is not None else lambda: None,
+            before_update=saver.is_copied.wait if saver is not None else lambda: None,
         )
 
     def save(self) -> None:

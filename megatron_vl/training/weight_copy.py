@@ -25,7 +25,7 @@ def copy_weights_together(optimizer: ChainedOptimizer) -> None:
     for part in optimizer.chained_optimizers:
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             # They are listed once: buffers and shards live as long as the optimizer, and loading a checkpoint
-            # writes into them.
+            # writes into them. Not here, because shards in chunks lose their storage later.
             list_once = functools.cache(functools.partial(_slices_and_shards, part))
             part._copy_main_params_to_model_params = functools.partial(_copy_weights, list_once)
 

@@ -57,9 +57,6 @@ class CanonicalWeights(ABC):
             sharding: how to cut the model. By default, the part is the full tensor.
             expert_index: index within the part of the only expert to return, without the leading dimension;
                 None: all experts of the part.
-
-        Raises:
-            LayoutError, WeightsError: the model cannot be cut in this way; the stored tensor is damaged.
         """
         check_sharding(self.spec, sharding)
         dtype = self.dtype(tensor_name)

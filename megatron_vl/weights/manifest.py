@@ -89,9 +89,6 @@ def write_rank_file(
 
     Returns:
         The file's entry (plain JSON types) for :func:`write_manifest`.
-
-    Raises:
-        WeightsError: weights cannot have the type of a tensor.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in CODE_BY_DTYPE:
@@ -137,9 +134,6 @@ def write_manifest(
 
     Returns:
         The manifest's digest, which identifies these weights.
-
-    Raises:
-        WeightsError: a tensor is missing, unexpected, or of a wrong shape, or its parts have different types.
     """
     if not spec.hf_config or read_spec(spec.hf_config) != spec.with_mtp(False):
         raise WeightsError(
@@ -182,9 +176,6 @@ def locate_shards(
 
     Args:
         file_entries: for each file its name, its ranks and its tensors, as :func:`file_entry` makes it.
-
-    Raises:
-        WeightsError: a tensor is missing, is there twice, or is in a file where it does not belong.
     """
     sharding = layout.sharding if layout else UNSHARDED
     file_by_shard: dict[tuple[int, str], str] = {}

@@ -31,10 +31,6 @@ def find_weights_dir(given_path: str | Path) -> Path:
     """Finds the folder of weights for a path: that folder itself, a step folder, or a run folder.
 
     For a run folder, it is the folder of the latest checkpoint.
-
-    Raises:
-        FileNotFoundError: there is no folder of weights. The message says which files were looked for.
-        WeightsError: a roll-back of the run was interrupted.
     """
     given_path = Path(given_path)
     for candidate_dir in (given_path, given_path / "weights"):
@@ -64,12 +60,7 @@ def find_weights_dir(given_path: str | Path) -> Path:
 
 
 def read_lora(path: str | Path) -> WeightReader:
-    """Opens the weights of adapters in any layout.
-
-    Raises:
-        FileNotFoundError: there are no weights.
-        WeightsError: they are those of a whole model, or cannot be read.
-    """
+    """Opens the weights of adapters in any layout."""
     weight_reader = WeightReader(path, takes_lora=True)
     if not weight_reader.lora.rank:
         raise WeightsError(
@@ -93,10 +84,6 @@ class WeightReader(CanonicalWeights):
         spec: the model.
         layout: the layout of the weights; None for unsplit weights.
         sharding: how the layout cuts the tensors of a stage.
-
-    Raises:
-        FileNotFoundError: there are no weights.
-        WeightsError: the manifest or a file is invalid. The message names it.
     """
 
     def __init__(self, path: str | Path, *, should_verify: bool = True, takes_lora: bool = False) -> None:
@@ -185,11 +172,7 @@ class WeightReader(CanonicalWeights):
         return self._open_readers[file_name]
 
     def open_file(self, file_name: str) -> TensorReader:
-        """Opens one of the manifest's files and checks that it holds the manifest's tensors.
-
-        Raises:
-            WeightsError: the file is damaged, or a tensor is missing or has another shape or type.
-        """
+        """Opens one of the manifest's files and checks that it holds the manifest's tensors."""
         tensor_reader = TensorReader(self.path / file_name)
         stored_names = set(tensor_reader.tensor_names())
         for tensor_name in self.manifest["files"][file_name]["tensors"]:

@@ -316,15 +316,14 @@ class Bench:
             if newest is None:
                 raise Refused("None: the run would start anew")
             step = newest.step
-            restored = saved.load_checkpoint(
+            metadata, loader = saved.load_checkpoint(
                 newest.path, live_tensors=parameters, optimizer=run.optimizer, spec=run.spec, grid=run.grid
             )
-            loader = restored.loader_state
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
 
         digest = hashlib.sha256(
-            json.dumps([step, loader, restored.bad_sample_counts], sort_keys=True).encode()
+            json.dumps([step, loader, metadata.get("bad_samples")], sort_keys=True).encode()
         )
         digest.update(torch.get_rng_state().numpy().tobytes())
         for name, parameter, _ in parameters:

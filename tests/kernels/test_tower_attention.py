@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_vl.kernels.attention.flash_attention import packed_causal_mask
-from megatron_vl.kernels.attention.tower_attention import tower_attention
 from megatron_vl.models.attention import choose_backend, flash_attention_is_right, make_backend
 from megatron_vl.models.batch import KeySegments, Segments
 from tests.models.programs import step_with_and_without_kernels
@@ -78,10 +77,3 @@ def test_the_reference_of_gathered_keys_sees_what_the_backend_of_the_cpu_sees() 
     heads_first = [tensor.transpose(0, 1) for tensor in (query, key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(*heads_first, mask)
     torch.testing.assert_close(out, expected.transpose(0, 1))
-
-
-def test_a_size_without_a_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match="multiples of 8"):
-        tower_attention(
-            torch.zeros(4, 3 * 68), torch.zeros(4, 34), torch.zeros(4, 34), torch.tensor([0, 4]), 68
-        )

@@ -626,7 +626,6 @@ def main() -> None:
         "windows of 64, 80 a head": attention_error([64, 64, 32, 16, 7, 1], 2, 80),
         "windows of 100, 32 a head": attention_error([100, 12], 1, 32),
         "tower, 72 a head": tower_error([33, 1, 0, 32, 47], 2, 72),
-        "tower, 80 a head": tower_error([35, 4], 1, 80),
         "tower, 64 a head": tower_error([20, 1], 1, 64),
         "tower, 72 a head, sharp": tower_error([1, 19, 16], 1, 72, spread=3.0),
         "tower, 24 a head, more segments than are searched at once": many_segments_error(),
@@ -635,12 +634,10 @@ def main() -> None:
         "RMSNorm": norm_error(3, 1280),
         "RMSNorm, zero-centred": norm_error(12, 64, is_zero_centered=True),
         "LayerNorm of a sum": norm_error(23, 36, is_layer_norm=True, num_added=2),
-        "RMSNorm of a sum": norm_error(9, 300, num_added=2),
         "RMSNorm of a sum without a bias": norm_error(12, 64, is_zero_centered=True, num_added=1),
         "norms, sums and activations of no rows": empty_errors(),
         "sum with a bias": sum_error(37, 300),
         "sum with a bias, more rows than programs": sum_error(100, 5),
-        "sum with a bias, one row": sum_error(1, 300),
         "LayerNorm in bf16": norm_rounding_errors(),
         "swiglu": swiglu_error(3, 3000, weighted=False),
         "SwiGLU with a bias": activation_error("silu", 37, 300, is_gated=True),
@@ -658,7 +655,6 @@ def main() -> None:
         "tower, patches that 4 does not divide": unaligned_error(),
         "halves of master weights": halves_error(5000),
         "update with moments in bf16": adam_error(5001),
-        "windows, programs of 2 heads": attention_error([16, 0, 5], 6, 16),
         "windows, programs of 4 heads": attention_error([9, 16], 8, 16),
     }
 

@@ -23,9 +23,7 @@ LORA = {"rank": 4, "targets": ["language", "vision"]}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one rank": {}, "LoRA": {"lora": LORA}, "tower on every rank": {"decoupled": True, "patches": 32}},
     2: {
-        "CP2": {"cp": 2},
         "PP2 x VPP2": {"pp": 2, "vpp": 2},
-        "PP2, LoRA": {"pp": 2, "lora": LORA},
         "TP2 + SP": {"tp": 2, "sequence_parallel": True, "overlap": True},
     },
 }

@@ -19,7 +19,7 @@ import torch
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
-from megatron_vl.training.state.resume import field_change_notes, recorded_fields
+from megatron_vl.training.state.resume import field_change_notes, learning_rate_notes, recorded_fields
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
 from tests.support.ranks import call
@@ -53,6 +53,7 @@ def test_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(prepare
     assert "step_00000002 is not needed any more and could not be deleted" in first
     assert saved_checkpoints(run)[-1].step == 6 and "NOTE: fields" not in first
     assert "NOTE: fields have changed since the checkpoint: steps was 4, is 6\n" in second
+    assert "NOTE: the learning rate continues at 3.25e-04 (planned: 1.00e-04)\n" in second
 
 
 RATE = ["--optimizer.lr", "1e-3", "--optimizer.min_lr_ratio", "0"]
@@ -81,6 +82,27 @@ def test_resumed_run_names_changed_fields(tiny_checkpoint) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     [note] = field_change_notes(recorded_fields(config, read_spec(hf, yarn), {}), saved)
     assert f"model.rope_scaling was None, is {yarn}" in note
+
+
+def test_resumed_run_names_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl")
+    tower = ["--model.freeze_language", "true"]
+    wsd = ["--steps", "8", "--optimizer.schedule", "wsd", "--optimizer.decay_steps"]
+    for old, new, step, expected in (
+        (["--steps", "4"], ["--steps", "8"], 2, ["8.54e-04 (planned: 5.00e-04)"]),
+        (["--steps", "4"], ["--steps", "8"], 0, []),  # the schedules begin alike
+        ([*wsd, "2"], [*wsd, "4"], 5, ["7.50e-04 (planned: 1.00e-03)"]),
+        ([*wsd, "2"], [*wsd, "2"], 7, []),
+        # The rate is that of a part that is trained.
+        (
+            [*tower, "--steps", "4"],
+            [*tower, "--steps", "4", "--optimizer.vision_lr", "4e-3"],
+            2,
+            ["2.00e-03 (planned: 5.00e-04)"],
+        ),
+    ):
+        notes = learning_rate_notes(recorded(hf, *new)[0], recorded(hf, *old)[1], step)
+        assert [note.removeprefix("the learning rate continues at ") for note in notes] == expected, new
 
 
 def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -> None:

@@ -198,8 +198,10 @@ def test_loader_workers_ignore_ctrl_c_only_if_their_rank_takes_it():
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN, ALONE], ids=["launcher", "torchrun", "alone"])
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [(LAUNCHER, signal.SIGTERM), (TORCHRUN, signal.SIGTERM), (ALONE, signal.SIGINT), (ALONE, signal.SIGHUP)],
+)
 def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_path):
     """torchrun signals the loaders' worker processes with the ranks, and ends with a report of its own."""
     run = tmp_path / "run"

@@ -140,7 +140,9 @@ def test_losses_by_source_equal_those_of_each_sample_alone(hf) -> None:
     for samples, sources in zip(weighted_samples(whole), SOURCES, strict=True):
         for sample, source in zip(samples, sources, strict=True):
             row = pack_row([sample], whole.spec, 128)
-            [given] = BatchBroadcast(whole.grid, whole.platform, iter([row]), 1).next_batch().rows
+            [given] = (
+                BatchBroadcast(whole.grid, whole.platform, iter([row]), 1, spec=whole.spec).next_batch().rows
+            )
             with torch.no_grad():
                 losses = whole.model_chunks[0].module(given).view(-1)
             alone.samples[source] += 1

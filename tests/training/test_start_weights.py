@@ -56,17 +56,16 @@ def test_weights_of_another_model_are_refused(tmp_path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["--parallel.tp 2", "--parallel.pp 2 --lora.rank 4"])
-def test_run_trains_as_from_converted_weights(prepared, tmp_path, layout: str) -> None:
+def test_run_trains_as_from_converted_weights(prepared, tmp_path) -> None:
+    layout = ("--parallel.pp", "2", "--lora.rank", "4")
     for name, start in (("hf", ""), ("converted", str(prepared["weights"]))):
-        words = [*layout.split(), "--model.checkpoint", start]
-        trained(prepared, tmp_path / name, *words, ranks=2, steps=3)
+        trained(prepared, tmp_path / name, *layout, "--model.checkpoint", start, ranks=2, steps=3)
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("hf", "converted")]
     assert losses[0] == losses[1] and len(losses[0]) == 3
 
-    if "lora" in layout:  # the base is the same model, wherever it was read
-        words = [*layout.split(), "--model.checkpoint", ""]
-        assert "resumed at step 3" in trained(prepared, tmp_path / "converted", *words, ranks=2, steps=4)
+    # The base is the same model, wherever it was read.
+    words = [*layout, "--model.checkpoint", ""]
+    assert "resumed at step 3" in trained(prepared, tmp_path / "converted", *words, ranks=2, steps=4)
 
 
 @pytest.mark.ranks

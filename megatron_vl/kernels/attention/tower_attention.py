@@ -28,7 +28,6 @@ from torch import Tensor
 
 from megatron_vl.kernels.attention.tower_backward import attention_backward
 from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
-from megatron_vl.kernels.attention.tower_heads import has_kernels
 from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, AttentionTiles
 
 
@@ -67,13 +66,9 @@ def tower_attention(
             ``linear_qkv``.
         cos, sin: fp32 [P, head_dim / 2], contiguous, of each patch's angles.
         cu_seqlens: int32 [segments + 1], covering all P patches; segments may be empty.
+        head_dim: one of :data:`~megatron_vl.kernels.sizes.TOWER_HEAD_DIMS`.
 
     Returns:
         [P, heads * head_dim].
-
-    Raises:
-        ValueError: the kernels do not support ``head_dim``.
     """
-    if not has_kernels(head_dim):
-        raise ValueError(f"head_dim {head_dim} is not supported; valid: multiples of 8 from 16 to 128")
     return _TowerAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, head_dim, tiles)

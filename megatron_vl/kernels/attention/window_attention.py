@@ -29,6 +29,23 @@ MAX_WINDOW_PATCHES = 128
 
 
 @triton.jit
+def _load_window(cos, sin, cu_seqlens, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """This program's window: (patches, columns, which patches it has, mask of its tile, cos, sin)."""
+    window_index = tl.program_id(0)
+    window_start = tl.load(cu_seqlens + window_index)
+    window_length = tl.load(cu_seqlens + window_index + 1) - window_start
+    row_index, column_index = tl.arange(0, BLOCK), tl.arange(0, TILE)
+    is_inside = row_index < window_length
+    tile_mask = is_inside[:, None] & (column_index[None, :] < HALF)
+    patch_index = (window_start + row_index).to(tl.int64)
+
+    angle_offsets = patch_index[:, None] * HALF + column_index[None, :]
+    cos_tile = tl.load(cos + angle_offsets, mask=tile_mask, other=0.0)
+    sin_tile = tl.load(sin + angle_offsets, mask=tile_mask, other=0.0)
+    return patch_index, column_index, is_inside, tile_mask, cos_tile, sin_tile
+
+
+@triton.jit
 def _load_halves(pointers, tile_mask, HALF: tl.constexpr):
     """Both halves of vectors, of which ``pointers`` are to the first."""
     first_half = tl.load(pointers, mask=tile_mask, other=0.0)
@@ -65,20 +82,9 @@ def _forward_kernel(
     BLOCK is the number of patches in a tile, HALF is d / 2, and TILE is HALF rounded up to a power of two.
     Heads are loaded STAGES - 1 heads ahead.
     """
-    window_index = tl.program_id(0)
-    window_start = tl.load(cu_seqlens + window_index)
-    window_length = tl.load(cu_seqlens + window_index + 1) - window_start
-    row_index, column_index = tl.arange(0, BLOCK), tl.arange(0, TILE)
-    is_inside = row_index < window_length
-    tile_mask = is_inside[:, None] & (column_index[None, :] < HALF)
-    patch_index = (window_start + row_index).to(tl.int64)
-
-    angle_offsets = patch_index[:, None] * HALF + column_index[None, :]
-    cos_tile, sin_tile = (
-        tl.load(cos + angle_offsets, mask=tile_mask, other=0.0),
-        tl.load(sin + angle_offsets, mask=tile_mask, other=0.0),
+    patch_index, column_index, is_inside, tile_mask, cos_tile, sin_tile = _load_window(
+        cos, sin, cu_seqlens, HALF, BLOCK, TILE
     )
-
     first_head = tl.program_id(1) * HEADS
     for head_index in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
         qkv_pointers = (
@@ -107,20 +113,9 @@ def _backward_kernel(
     HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of :func:`_forward_kernel`. Scores are recomputed."""
-    window_index = tl.program_id(0)
-    window_start = tl.load(cu_seqlens + window_index)
-    window_length = tl.load(cu_seqlens + window_index + 1) - window_start
-    row_index, column_index = tl.arange(0, BLOCK), tl.arange(0, TILE)
-    is_inside = row_index < window_length
-    tile_mask = is_inside[:, None] & (column_index[None, :] < HALF)
-    patch_index = (window_start + row_index).to(tl.int64)
-
-    angle_offsets = patch_index[:, None] * HALF + column_index[None, :]
-    cos_tile, sin_tile = (
-        tl.load(cos + angle_offsets, mask=tile_mask, other=0.0),
-        tl.load(sin + angle_offsets, mask=tile_mask, other=0.0),
+    patch_index, column_index, is_inside, tile_mask, cos_tile, sin_tile = _load_window(
+        cos, sin, cu_seqlens, HALF, BLOCK, TILE
     )
-
     first_head = tl.program_id(1) * HEADS
     for head_index in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
         qkv_offsets = (

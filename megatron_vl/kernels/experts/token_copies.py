@@ -7,6 +7,7 @@ kernels run on a GPU and in Triton's interpreter, torch code elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -41,7 +42,7 @@ def scatter_rows(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     Returns:
         [rows, H].
     """
-    return _ScatterRows.apply(x, row_ids, num_rows)
+    return _RowCopies.apply(x, row_ids, num_rows, _scatter_rows, _sum_rows)
 
 
 def sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
     Returns:
         [T, H] in the type of ``y``.
     """
-    return _SumRows.apply(y, row_ids)
+    return _RowCopies.apply(y, row_ids, row_ids.shape[0], _sum_rows, _scatter_rows)
 
 
 def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
@@ -69,7 +70,7 @@ def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     Returns:
         [rows, W].
     """
-    return _ScatterParts.apply(x, row_ids, num_rows)
+    return _RowCopies.apply(x, row_ids, num_rows, _scatter_parts, _gather_parts)
 
 
 def _triton_kernels(x: Tensor) -> ModuleType | None:
@@ -81,9 +82,8 @@ def _triton_kernels(x: Tensor) -> ModuleType | None:
 
 
 def _scatter_rows(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
-    x, row_kernels_module = x.contiguous(), _triton_kernels(x)
-    if row_kernels_module is not None:
-        return row_kernels_module.scatter_rows(x, row_ids, num_rows)
+    if (kernels := _triton_kernels(x)) is not None:
+        return kernels.scatter_rows(x, row_ids, num_rows)
 
     scattered_rows = x.new_empty(num_rows, x.shape[1])
     row, copy_index = (row_ids >= 0).nonzero(as_tuple=True)
@@ -91,11 +91,10 @@ def _scatter_rows(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     return scattered_rows
 
 
-def _sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
-    y, row_kernels_module = y.contiguous(), _triton_kernels(y)
-    if row_kernels_module is not None:
-        return row_kernels_module.sum_rows(y, row_ids)
-    summed_rows = y.new_zeros(row_ids.shape[0], y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
+def _sum_rows(y: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    if (kernels := _triton_kernels(y)) is not None:
+        return kernels.sum_rows(y, row_ids)
+    summed_rows = y.new_zeros(num_rows, y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
     for column_row_ids in row_ids.unbind(1):
         row = (column_row_ids >= 0).nonzero()[:, 0]
         summed_rows[row] += y[column_row_ids[row]]
@@ -103,9 +102,8 @@ def _sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
 
 
 def _scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
-    x, row_kernels_module = x.contiguous(), _triton_kernels(x)
-    if row_kernels_module is not None:
-        return row_kernels_module.scatter_parts(x, row_ids, num_rows)
+    if (kernels := _triton_kernels(x)) is not None:
+        return kernels.scatter_parts(x, row_ids, num_rows)
 
     scattered_parts = x.new_empty(num_rows, x.shape[1] // row_ids.shape[1])
     has_part = (row_ids >= 0).flatten()
@@ -114,47 +112,29 @@ def _scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     return scattered_parts
 
 
-def _gather_parts(y: Tensor, row_ids: Tensor) -> Tensor:
-    y, row_kernels_module = y.contiguous(), _triton_kernels(y)
-    if row_kernels_module is not None:
-        return row_kernels_module.gather_parts(y, row_ids)
+def _gather_parts(y: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    if (kernels := _triton_kernels(y)) is not None:
+        return kernels.gather_parts(y, row_ids)
 
     gathered_parts = y.new_zeros(row_ids.numel(), y.shape[1])
     has_part = (row_ids >= 0).flatten()
     gathered_parts[has_part] = y[row_ids.flatten()[has_part]]
-    return gathered_parts.view(row_ids.shape[0], row_ids.shape[1] * y.shape[1])
+    return gathered_parts.view(num_rows, row_ids.shape[1] * y.shape[1])
 
 
-class _ScatterRows(torch.autograd.Function):
+type _Copy = Callable[[Tensor, Tensor, int], Tensor]
+"""(x, row_ids, number of rows of the result) -> result"""
+
+
+class _RowCopies(torch.autograd.Function):
+    """The result of ``copy``, whose gradient ``copy_back`` takes to the rows of ``x``."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx, x: Tensor, row_ids: Tensor, num_rows: int, copy: _Copy, copy_back: _Copy) -> Tensor:
         ctx.save_for_backward(row_ids)
-        return _scatter_rows(x, row_ids, num_rows)
+        ctx.num_rows, ctx.copy_back = x.shape[0], copy_back
+        return copy(x.contiguous(), row_ids, num_rows)
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
-        return _sum_rows(output_grad, *ctx.saved_tensors), None, None
-
-
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y: Tensor, row_ids: Tensor) -> Tensor:
-        ctx.rows = y.shape[0]
-        ctx.save_for_backward(row_ids)
-        return _sum_rows(y, row_ids)
-
-    @staticmethod
-    def backward(ctx, output_grad: Tensor):
-        (row_ids,) = ctx.saved_tensors
-        return _scatter_rows(output_grad, row_ids, ctx.rows), None
-
-
-class _ScatterParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(row_ids)
-        return _scatter_parts(x, row_ids, num_rows)
-
-    @staticmethod
-    def backward(ctx, output_grad: Tensor):
-        return _gather_parts(output_grad, *ctx.saved_tensors), None, None
+        return ctx.copy_back(output_grad.contiguous(), *ctx.saved_tensors, ctx.num_rows), *[None] * 4

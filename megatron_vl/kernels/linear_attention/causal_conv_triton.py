@@ -46,6 +46,16 @@ def _block_of_program(WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
     return token_block, channel_block * CHANNELS + tl.arange(0, CHANNELS)
 
 
+@triton.jit
+def _load_weights(weight, channel, channel_mask):
+    """The weights of a token and of the three tokens before it."""
+    w0 = tl.load(weight + channel * 4 + 3, mask=channel_mask, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + channel * 4 + 2, mask=channel_mask, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + channel * 4 + 1, mask=channel_mask, other=0.0).to(tl.float32)
+    w3 = tl.load(weight + channel * 4, mask=channel_mask, other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
+
+
 @triton.jit(do_not_specialize=["length"])
 def _forward_kernel(
     x, weight, segments, halo, out, length, x_stride,
@@ -59,10 +69,7 @@ def _forward_kernel(
     token_block, channel = _block_of_program(WIDTH, CHANNELS)
     channel_mask = channel < WIDTH
     first_token = token_block * TOKENS
-    w0 = tl.load(weight + channel * 4 + 3, mask=channel_mask, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + channel * 4 + 2, mask=channel_mask, other=0.0).to(tl.float32)
-    w2 = tl.load(weight + channel * 4 + 1, mask=channel_mask, other=0.0).to(tl.float32)
-    w3 = tl.load(weight + channel * 4, mask=channel_mask, other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = _load_weights(weight, channel, channel_mask)
 
     s1, s2, s3 = (
         _segment_id(segments, first_token - 1, length, HALO),
@@ -117,10 +124,7 @@ def _backward_kernel(
     token_block, channel = _block_of_program(WIDTH, CHANNELS)
     channel_mask = channel < WIDTH
     first_token = token_block * TOKENS
-    w0 = tl.load(weight + channel * 4 + 3, mask=channel_mask, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + channel * 4 + 2, mask=channel_mask, other=0.0).to(tl.float32)
-    w2 = tl.load(weight + channel * 4 + 1, mask=channel_mask, other=0.0).to(tl.float32)
-    w3 = tl.load(weight + channel * 4, mask=channel_mask, other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = _load_weights(weight, channel, channel_mask)
     dw0, dw1, dw2, dw3 = (
         tl.zeros((CHANNELS,), tl.float32),
         tl.zeros((CHANNELS,), tl.float32),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_vl.kernels.linear_attention.delta_rule_chunks import (
     CHUNK_TOKENS,
-    DELTA_RULE_CONFIG,
     choose_scan_options,
     compute_border_factors,
     compute_inverse_length,
@@ -365,7 +364,6 @@ def run_backward(
         output_grad: the gradient of the outputs, [S, Vh, V], contiguous.
         exchange: supplies the gradient of the final state, from the gradients of all shards of the row.
     """
-    config = DELTA_RULE_CONFIG
     query_grad, key_grad, value_grad = (
         torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
     )
@@ -385,17 +383,17 @@ def run_backward(
     log_decay_grad, beta_grad = torch.empty_like(log_decay), torch.empty_like(beta)
     dinitial = None if saved.initial is None else torch.empty_like(saved.initial)
 
-    precision_option, query_scale = {"PRECISION": config.solve_precision}, q.shape[2] ** -0.5
+    query_scale = q.shape[2] ** -0.5
     token_strides = (q.stride(0), k.stride(0), v.stride(0))
     continues = saved.initial is not None
     _prepare_backward_kernel[num_value_heads, num_chunks](
         q, k, v, log_decay, beta, segment_ids, output_grad, saved.inverse, w, u, w_back, z,
         write_scale, read_scale, beta_scale, state_decay, num_tokens, *token_strides,
-        SCALE=query_scale, num_warps=config.prepare_warps,
-        **kernel_sizes, **precision_option, INITIAL=continues,
+        SCALE=query_scale, num_warps=4,
+        **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
 
-    scan_options = choose_scan_options(config, v)
+    scan_options = choose_scan_options(v)
     scans = triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads
     final_state_grad = None
     goes_on = exchange is not None and exchange.route.tokens_after > 0
@@ -405,7 +403,7 @@ def run_backward(
             initial_gradient_kernel[scans](
                 q, k, w_back, z, output_grad, read_scale, beta_scale, state_decay, gradient,
                 num_tokens, triton.cdiv(exchange.route.first_end, CHUNK_TOKENS), *token_strides[:2],
-                **kernel_sizes, **scan_options, **precision_option,
+                **kernel_sizes, **scan_options,
             )  # fmt: skip
         final_state_grad = exchange.final_gradient(gradient, saved.transition)
 
@@ -414,7 +412,7 @@ def run_backward(
         chunk_states, state_grads, delta_values, delta_grads, saved.initial, final_state, dinitial,
         final_state_grad, num_tokens, num_chunks, *token_strides[:2],
         OF_FINAL=final_state_grad is not None,
-        **kernel_sizes, **scan_options, **precision_option, INITIAL=continues,
+        **kernel_sizes, **scan_options, INITIAL=continues,
     )  # fmt: skip
     if exchange is not None and not goes_on:
         exchange.final_gradient(torch.zeros_like(final_state) if dinitial is None else dinitial, None)
@@ -423,7 +421,7 @@ def run_backward(
     _query_gradients_kernel[key_heads, num_chunks](
         q, k, log_decay, segment_ids, output_grad, delta_values, chunk_states, query_grad, write_scale,
         num_tokens, *token_strides[:2], query_grad.stride(0), SCALE=query_scale,
-        num_warps=config.query_warps, **kernel_sizes, **precision_option, INITIAL=continues,
+        num_warps=8, **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
     partial_key_grads = log_decay.new_empty(
         num_chunks, key_heads, CHUNK_TOKENS, q.shape[2], dtype=torch.float32
@@ -431,12 +429,12 @@ def run_backward(
     _pair_gradients_kernel[key_heads, num_chunks](
         q, k, log_decay, beta, segment_ids, output_grad, delta_values, delta_grads, write_scale, read_scale,
         beta_scale, partial_key_grads, num_tokens, *token_strides[:2],
-        SCALE=query_scale, num_warps=config.pair_warps, **kernel_sizes, **precision_option,
+        SCALE=query_scale, num_warps=4, **kernel_sizes,
     )  # fmt: skip
     _key_gradients_kernel[key_heads, num_chunks](
         k, v, log_decay, beta, segment_ids, delta_values, delta_grads, chunk_states, state_grads, read_scale,
         beta_scale, partial_key_grads, key_grad, value_grad, log_decay_grad, beta_grad,
         num_tokens, *token_strides[1:], key_grad.stride(0), value_grad.stride(0),
-        num_warps=config.key_warps, **kernel_sizes, **precision_option, INITIAL=continues,
+        num_warps=8, **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
     return query_grad, key_grad, value_grad, log_decay_grad, beta_grad

@@ -5,41 +5,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.sizes import DELTA_CHUNK
 from megatron_vl.kernels.where_kernels_run import has_large_shared_memory
 
-CHUNK_TOKENS = 64
+CHUNK_TOKENS = DELTA_CHUNK
 BASE_BLOCK = 16
 """Size of the diagonal blocks that are inverted row by row."""
-
-
-@dataclass(frozen=True)
-class DeltaRuleConfig:
-    """How the kernels divide their work. It is fixed, so that all ranks compute the same bits.
-
-    ``solve_warps`` to ``key_warps`` are the numbers of warps of the kernels.
-    """
-
-    solve_warps: int = 4
-    scan_warps: int = 4
-    output_warps: int = 4
-    prepare_warps: int = 4
-    query_warps: int = 8
-    pair_warps: int = 4
-    key_warps: int = 8
-    scan_columns: int = 64
-    """Number of the state's V columns that one program of a scan keeps."""
-    scan_stages: int = 3
-    solve_precision: str = "tf32"
-    """Input precision of products of float32 operands: those that invert the triangular system."""
-
-
-DELTA_RULE_CONFIG = DeltaRuleConfig()
+SCAN_COLUMNS = 64
+"""Number of the state's V columns that one program of a scan keeps."""
 
 
 @triton.jit
@@ -148,7 +125,8 @@ def invert_unit_lower(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.cons
     return _join_inverse_blocks(x, a, C, 2 * BASE, PRECISION)
 
 
-def read_kernel_sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+def read_kernel_sizes(q: Tensor, v: Tensor) -> dict[str, int | str]:
+    """The sizes of a launch. All ranks have the same, so that they compute the same bits."""
     heads = v.shape[1]
     return {
         "heads": heads,
@@ -156,12 +134,13 @@ def read_kernel_sizes(q: Tensor, v: Tensor) -> dict[str, int]:
         "K": q.shape[2],
         "V": v.shape[2],
         "C": CHUNK_TOKENS,
+        # Of products of float32 operands: those that invert the triangular system.
+        "PRECISION": "tf32",
     }
 
 
-def choose_scan_options(config: DeltaRuleConfig, v: Tensor) -> dict[str, int]:
+def choose_scan_options(v: Tensor) -> dict[str, int]:
     # With more heads, two programs share a multiprocessor, and a third stage would leave too little memory.
     # It takes 105 KiB of shared memory.
     has_room = v.shape[1] <= 32 and has_large_shared_memory(v.device)
-    stages = config.scan_stages if has_room else min(config.scan_stages, 2)
-    return {"COLUMNS": min(config.scan_columns, v.shape[2]), "STAGES": stages, "num_warps": config.scan_warps}
+    return {"COLUMNS": min(SCAN_COLUMNS, v.shape[2]), "STAGES": 3 if has_room else 2, "num_warps": 4}

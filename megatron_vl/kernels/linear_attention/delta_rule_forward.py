@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_vl.kernels.linear_attention.delta_rule_chunks import (
     BASE_BLOCK,
     CHUNK_TOKENS,
-    DELTA_RULE_CONFIG,
     choose_scan_options,
     compute_border_factors,
     compute_inverse_length,
@@ -148,7 +147,6 @@ def run_forward(
     Returns:
         The outputs [S, Vh, V], and what :func:`run_backward` needs.
     """
-    config = DELTA_RULE_CONFIG
     num_tokens, num_value_heads, value_width = v.shape
     num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), read_kernel_sizes(q, v)
     tile_shape = (num_chunks, num_value_heads, CHUNK_TOKENS)
@@ -163,16 +161,15 @@ def run_forward(
     rule_output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
 
     # The three kernels: the triangular systems, the states chunk by chunk, and the outputs.
-    precision_option = {"PRECISION": config.solve_precision}
     token_strides = (q.stride(0), k.stride(0), v.stride(0))
     continues = exchange is not None and exchange.route.tokens_before > 0
     _solve_kernel[num_value_heads, num_chunks](
         k, v, log_decay, beta, segment_ids, system_inverse, w, u, write_scale, state_decay,
         num_tokens, *token_strides[1:],
-        BASE=BASE_BLOCK, num_warps=config.solve_warps, **kernel_sizes, **precision_option, INITIAL=continues,
+        BASE=BASE_BLOCK, num_warps=4, **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
 
-    scan_options = choose_scan_options(config, v)
+    scan_options = choose_scan_options(v)
     initial = transition = None
     if exchange is not None and continues:
         # The map of the shard comes before its states, so that later ranks do not wait for these.
@@ -185,20 +182,20 @@ def run_forward(
             shard_map_kernel[triton.cdiv(columns, scan_options["COLUMNS"]), num_value_heads](
                 k, w, u, write_scale, state_decay, local_state, transition, num_tokens,
                 exchange.route.last_start // CHUNK_TOKENS, num_chunks, token_strides[1],
-                **kernel_sizes, **scan_options, **precision_option,
+                **kernel_sizes, **scan_options,
             )  # fmt: skip
         initial = exchange.initial_state(local_state, transition)
 
     scan_kernel[triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads](
         k, w, u, write_scale, state_decay, chunk_states, delta_values, initial, final_state,
         num_tokens, num_chunks, token_strides[1],
-        **kernel_sizes, **scan_options, **precision_option, INITIAL=continues,
+        **kernel_sizes, **scan_options, INITIAL=continues,
     )  # fmt: skip
     if exchange is not None and not continues:
         exchange.initial_state(final_state, None)
     _output_kernel[num_value_heads, num_chunks](
         q, k, log_decay, segment_ids, chunk_states, delta_values, rule_output, num_tokens, *token_strides[:2],
-        SCALE=q.shape[2] ** -0.5, num_warps=config.output_warps,
-        **kernel_sizes, **precision_option, INITIAL=continues,
+        SCALE=q.shape[2] ** -0.5, num_warps=4,
+        **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
     return rule_output, Saved(system_inverse, initial, transition)

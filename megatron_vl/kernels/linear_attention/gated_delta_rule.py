@@ -26,10 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
-from megatron_vl.kernels.sizes import DELTA_CHUNK
+from megatron_vl.kernels.sizes import DELTA_CHUNK as CHUNK_TOKENS
 from megatron_vl.kernels.where_kernels_run import runs_on_kernels
-
-CHUNK_TOKENS = DELTA_CHUNK
 
 
 def make_segment_ids(cu_seqlens: Tensor, num_tokens: int) -> Tensor:

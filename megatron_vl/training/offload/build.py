@@ -82,9 +82,6 @@ def move_state_to_chunks(
 
     Returns:
         None if nothing is in chunks.
-
-    Raises:
-        MemoryError: the host has too little memory that can be pinned.
     """
     plans = _plan_parameters(optimizer, offload_fraction, moments_dtype)
     parameters = [parameter for plan in plans for parameter in plan.parameters]

@@ -101,9 +101,8 @@ class ChunkStreamer:
         """
         if self._next_chunk == len(self.state_chunks):
             return
-        used_bytes, peak_bytes = (
-            self.memory_usage()
-        )  # once a call, because torch collects many numbers for it
+        # Once a call, because torch collects many numbers for it.
+        used_bytes, peak_bytes = self.memory_usage()
         free_bytes = peak_bytes - used_bytes
         if not min_slots:
             free_bytes -= round(FREE_MEMORY_SHARE * peak_bytes)

@@ -68,7 +68,9 @@ class LayerInputOffload:
         self._num_layers = len(block.layers)
         self._num_inputs = 0
         self._input_complete.record(torch.cuda.current_stream())
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack_tensor, self._unpack_tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            self._pack_tensor, lambda packed: packed if isinstance(packed, Tensor) else packed.to_device()
+        )
         self._hooks.enter_context(hooks)
 
     def _end_pass(self, *_: Any) -> None:
@@ -96,12 +98,6 @@ class LayerInputOffload:
         # The layer has been launched by now: the next one waits for the copy, and its input is complete.
         self._input_complete.record(compute_stream)
         return packed_tensor
-
-    def _unpack_tensor(self, packed_tensor: Tensor | HostInput) -> Tensor:
-        """The tensor for the backward pass."""
-        if isinstance(packed_tensor, Tensor):
-            return packed_tensor
-        return packed_tensor.to_device()
 
     def take_pieces(self, count: int) -> list[Tensor]:
         """Pieces of host memory for one input. Raises MemoryError if too little can be pinned."""
@@ -145,7 +141,6 @@ class HostInput:
         self.copied_event: Any = torch.cuda.Event()
         """CUDA event of the end of the last copy, in either direction."""
         self._device_tensor: Tensor | None = None
-        self._host_pieces: list[Tensor] = []
 
         tensor_pieces = _pieces_of(tensor)
         self._host_pieces = offload.take_pieces(len(tensor_pieces))

@@ -62,12 +62,7 @@ class MetricsSink:
 
 
 def open_metrics_sinks(config: TrainConfig) -> list[MetricsSink]:
-    """The sinks of a run; on rank 0.
-
-    Raises:
-        OSError: a folder cannot be written.
-        UserError: W&B refuses the run.
-    """
+    """The sinks of a run; on rank 0."""
     sinks: list[MetricsSink] = []
     if config.checkpoint.dir:
         sinks.append(JsonLinesSink(Path(config.checkpoint.dir)))
@@ -136,9 +131,6 @@ class WandbSink(MetricsSink):
 
     ``step`` is a metric and the axis of all others. W&B's own counter never goes back, so it would drop the
     steps that a killed or rolled-back run repeats. If W&B fails during a run, the run continues without it.
-
-    Raises:
-        UserError: W&B refuses to begin the run, as without a login.
     """
 
     def __init__(self, config: TrainConfig) -> None:

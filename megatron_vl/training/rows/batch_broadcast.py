@@ -85,11 +85,8 @@ class StepBatch:
 class BatchBroadcast:
     """Gives each rank of a replica its part of the next ``num_micro_batches`` rows.
 
-    The constructor raises ValueError if this rank needs a loader or ``spec`` and has none.
-
     Args:
-        spec: the model, needed if it has multi-token prediction or every rank holds its tower, and under
-            context parallelism.
+        data_loader: the rows, on the rank that owns the loader; None elsewhere.
     """
 
     def __init__(
@@ -99,27 +96,18 @@ class BatchBroadcast:
         data_loader: Iterator[TrainingRow] | None,
         num_micro_batches: int,
         *,
-        spec: ModelSpec | None = None,
+        spec: ModelSpec,
     ) -> None:
-        if grid.owns_loader and data_loader is None:
-            raise ValueError("the rank at pipeline stage 0, context rank 0, tensor rank 0 needs a loader")
         self.grid, self.platform, self.data_loader = grid, platform, data_loader
         self.num_micro_batches = num_micro_batches
-        self.vision_spec = vision_spec = spec.vision if spec is not None else None
-        self.has_mtp = spec is not None and spec.language.has_mtp
+        self.vision_spec, self.has_mtp = spec.vision, spec.language.has_mtp
         self.tower_is_decoupled = grid.sharding.is_tower_replicated
-        if (self.tower_is_decoupled or grid.cp > 1) and vision_spec is None:
-            raise ValueError("a tower on several ranks needs its sizes, to spread the images")
         self.row_sharding: RowSharding | None = None
-        if grid.cp > 1 and vision_spec is not None:
-            self.row_sharding = RowSharding(grid.cp, grid.key_ranks, vision_spec, self.tower_is_decoupled)
+        if grid.cp > 1:
+            self.row_sharding = RowSharding(grid.cp, grid.key_ranks, spec.vision, self.tower_is_decoupled)
 
     def next_batch(self) -> StepBatch:
-        """The rows of the next step. Collective over the replica.
-
-        Raises:
-            ReplicaLoaderError: the loader failed. Every rank of the replica raises it.
-        """
+        """The rows of the next step. Collective over the replica."""
         start = time.perf_counter()
         rows, loader_error = self._read_rows()
         progress.note_rows_read()
@@ -215,6 +203,7 @@ class BatchBroadcast:
             if own_buffers
             else torch.empty(sum(sizes), dtype=BUFFER_TYPES[buffer_name], device=self.platform.device)
         )
+        # Every stage reads the text; pixels go only to the stage that has the tower.
         group = grid.replica_group if buffer_name == "text" else grid.stage_group
         dist.broadcast(joined, src=grid.replica_source_rank, group=group)
         return list(joined.split(sizes))
@@ -258,7 +247,6 @@ class BatchBroadcast:
     ) -> None:
         """Sends each rank its share of the images, and attaches it to the rows. Collective."""
         grid, device = self.grid, self.platform.device
-        assert self.vision_spec is not None
         vision_lengths = [header["vision_lengths"] for header in headers]
         planes_by_row = [
             buffers["planes"].view(header["shapes"]["planes"])

@@ -82,9 +82,8 @@ class HfExporter:
             try:
                 self._start_export(self._export_queue[0])
             except OSError as error:  # of any kind: a run does not end because of an export
-                _print_message(
-                    f"NOTE: step {self._export_queue.popleft().step} could not be exported: {error}"
-                )
+                step = self._export_queue.popleft().step
+                print(f"NOTE: step {step} could not be exported: {error}", flush=True)
 
     def wait_for_exports(self, should_stop: Callable[[], object]) -> None:
         """Waits until all exports are done, or until ``should_stop()`` is true.
@@ -92,7 +91,7 @@ class HfExporter:
         The exports that are left are made at the next start of the run.
         """
         if self._export_queue:
-            _print_message(f"waiting for the export of step {self._queued_steps()}")
+            print(f"waiting for the export of step {self._queued_steps()}", flush=True)
         while self._export_queue:
             if should_stop():
                 return self.stop_exports()
@@ -105,7 +104,7 @@ class HfExporter:
         """Ends the current export. The checkpoints stay listed, so that the next start still has them."""
         if not self._export_queue:
             return
-        _print_message(f"the export of step {self._queued_steps()} is left to the next start of this run")
+        print(f"the export of step {self._queued_steps()} is left to the next start of this run", flush=True)
         process, self._export_process = self._export_process, None
         if process is None:
             return
@@ -159,18 +158,18 @@ class HfExporter:
             output.close()
         out = export_dir_path(self.run_dir, saved.step)
         if exit_code:
-            _print_message(
+            print(
                 f"NOTE: step {saved.step} could not be exported to {out}:"
                 f" {_failure_reason(exit_code, texts[1])}. Training is not affected; the next start of"
-                " this run tries again, as long as the checkpoint exists"
+                " this run tries again, as long as the checkpoint exists",
+                flush=True,
             )
             return
-        _print_message(
-            f"step {saved.step} is exported to {out} ({time.monotonic() - self._start_time:.0f} s)"
-        )
+        seconds = time.monotonic() - self._start_time
+        print(f"step {saved.step} is exported to {out} ({seconds:.0f} s)", flush=True)
         for line in texts[0].splitlines():
             if line.startswith("NOTE: "):
-                _print_message(line)
+                print(line, flush=True)
 
 
 def _failure_reason(exit_code: int, stderr_text: str) -> str:
@@ -180,7 +179,3 @@ def _failure_reason(exit_code: int, stderr_text: str) -> str:
         return f"{name} ended it" + (f". {host_memory.KILL_ADVICE}" if name == "SIGKILL" else "")
     lines = [line for line in stderr_text.splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else f"it ended with exit code {exit_code}"
-
-
-def _print_message(message: str) -> None:
-    print(message, flush=True)

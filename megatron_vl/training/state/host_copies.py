@@ -71,7 +71,7 @@ class HostCopies:
         self._copies: dict[tuple[int, ...], Tensor] = {}
         self._device = torch.cuda.current_device()
         self._stream = torch.cuda.Stream(priority=_COPY_PRIORITY)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream())  # whose last update is what is copied
 
     @property
     def is_pinned(self) -> bool:
@@ -106,7 +106,7 @@ class HostCopies:
                     self._copies[key].split([source.numel() for source in sources]), sources, strict=True
                 ):
                     part.view(source.shape).copy_(source, non_blocking=True)
-                self._stream.synchronize()
+                self._stream.synchronize()  # so that peers see progress after each
                 progress.note_progress()
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +75,6 @@ def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
     return metadata
 
 
-@dataclass
-class RestoredState:
-    """The parts of a checkpoint that :func:`load_checkpoint` returns instead of restoring them itself."""
-
-    loader_state: dict[str, Any] | None
-    """The loader's state, on a rank that owns a loader; None elsewhere, or if the data restart."""
-    restarts_data: bool
-    """Whether the data set is read from its start (:func:`drop_loader_state`)."""
-    bad_sample_counts: dict[str, Any] | None
-    """Counts over all ranks (see :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the
-    program that saved the checkpoint counts none. A training run counts them."""
-
-
 def drop_loader_state(checkpoint_path: Path) -> None:
     """Makes a run that resumes from a step folder read its data set from the start.
 
@@ -109,9 +95,10 @@ def load_checkpoint(
     optimizer: ChainedOptimizer,
     spec: ModelSpec,
     grid: ProcessGrid,
-) -> RestoredState:
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Restores weights and optimizer of a step folder, whatever layout wrote it. Collective.
 
+    Returns its ``run.json`` and, on a rank that owns a loader, the loader's state; None if the data restart.
     Random numbers have no state: what draws them in a step is seeded by the step (``seed_dropout``).
 
     Args:
@@ -140,7 +127,7 @@ def load_checkpoint(
             restore_optimizer(optimizer_reader, optimizer, live_tensors, weight_reader.tensor_infos, grid)
 
         loader_state = read_loader_state(checkpoint_path, files) if grid.owns_loader else None
-    return RestoredState(loader_state, LOADER_STATE_FILE not in files, metadata.get("bad_samples"))
+    return metadata, loader_state
 
 
 def read_loader_state(checkpoint_path: Path, files: dict[str, Any]) -> dict[str, Any] | None:
@@ -163,12 +150,7 @@ def restore_loader(data_loader: Any, loader_state: dict[str, Any], run_dir: str)
 
 
 def open_checkpoint_weights(checkpoint_path: Path, metadata: dict[str, Any]) -> WeightReader:
-    """Opens the weights of a step folder.
-
-    Raises:
-        CheckpointError: they are not the weights that ``run.json`` names.
-        WeightsError: they cannot be read.
-    """
+    """Opens the weights of a step folder."""
     weight_reader = WeightReader(checkpoint_path / "weights", takes_lora=True)
     if weight_reader.manifest["digest"] != metadata.get("weights"):
         raise CheckpointError(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from typing import Any
 
 from megatron_vl.config import TrainConfig, field_types
 from megatron_vl.models.build import aux_loss
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.optimizer import peak_learning_rates
+from megatron_vl.training.optimizer import peak_learning_rates, scheduled_rate
 
 _RECORDED_SECTIONS = ("model", "mtp", "fp8", "optimizer")
 _RECORDED_FIELDS = (
@@ -73,3 +74,21 @@ def field_change_notes(current_fields: dict[str, Any], saved_fields: dict[str, A
         if name not in unnamed and saved_fields.get(name, value) != value
     ]
     return [f"fields have changed since the checkpoint: {'; '.join(changes)}"] if changes else []
+
+
+def learning_rate_notes(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> list[str]:
+    """A note if the next step, zero-based, has another learning rate than the checkpoint's run planned."""
+    names = ("schedule", "min_lr_ratio", "warmup_steps", "decay_steps")
+    saved = {name: saved_fields.get(f"optimizer.{name}", getattr(config.optimizer, name)) for name in names}
+    saved_config = dataclasses.replace(
+        config,
+        steps=saved_fields.get("steps", config.steps),
+        optimizer=dataclasses.replace(config.optimizer, **saved),
+    )
+    # All parts follow one schedule, so the first one that is trained stands for them.
+    part, peak = next((part, peak) for part, peak in peak_learning_rates(config).items() if peak is not None)
+    saved_peak = saved_fields.get("optimizer.lr" if part == "language" else f"optimizer.{part}_lr", peak)
+    rate, planned = (
+        f"{scheduled_rate(*each):.2e}" for each in ((config, step, peak), (saved_config, step, saved_peak))
+    )
+    return [f"the learning rate continues at {rate} (planned: {planned})"] if rate != planned else []

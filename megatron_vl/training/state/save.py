@@ -22,7 +22,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -177,16 +177,6 @@ def _expert_stacks(live_tensors: list[LiveTensor], copies: HostCopies) -> dict[s
     return stacks
 
 
-@contextlib.contextmanager
-def _cancelling(pool: Executor) -> Iterator[None]:
-    """A context whose error drops what waits for a thread, as the disk may be full."""
-    try:
-        yield
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-
-
 def short_text(error: BaseException) -> str:
     """What an error says, without a traceback."""
     return describe_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -199,9 +189,6 @@ class CheckpointSaver:
         num_latest_kept: number of latest checkpoints to keep; 0 keeps all.
         keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
         hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
-
-    Raises:
-        CheckpointError: another run is writing to the folder.
     """
 
     def __init__(
@@ -219,8 +206,9 @@ class CheckpointSaver:
         self.hf_exporter = hf_exporter
         self.save_error: str | None = None
         self._writer_thread: threading.Thread | None = None
-        self._host_blocks, self._is_copied = HostBlocks(), threading.Event()
-        self._is_copied.set()
+        self._host_blocks, self.is_copied = HostBlocks(), threading.Event()
+        """Set unless a state is being copied. Wait for it before each update, which changes the state."""
+        self.is_copied.set()
         self._lock_file: Any = None
         self._is_newest_proven = False
         """Whether the latest step has moved the weights, so that loss and gradients were finite."""
@@ -249,7 +237,7 @@ class CheckpointSaver:
         try:
             dist.barrier()  # no rank writes before rank 0 has made the folders
             snapshot = make_snapshot()
-            self._is_copied.clear()
+            self.is_copied.clear()
             self._writer_thread = threading.Thread(
                 target=self._write_snapshot, args=(snapshot,), name=f"checkpoint-{step}"
             )
@@ -275,10 +263,6 @@ class CheckpointSaver:
 
         self._writer_thread = threading.Thread(target=reserve, name="checkpoint-memory")
         self._writer_thread.start()
-
-    def wait_until_copied(self) -> None:
-        """Waits until the state is copied. Call it before each update, which changes the state."""
-        self._is_copied.wait()
 
     def wait_until_saved(self) -> None:
         """Waits until this rank's part (on rank 0: the whole checkpoint) is on disk.
@@ -352,7 +336,7 @@ class CheckpointSaver:
             try:
                 snapshot.copies.copy(self._host_blocks)
             finally:
-                self._is_copied.set()
+                self.is_copied.set()
             marker = self._write_rank_files(partial_dir, snapshot)
             write_json(partial_dir / "done" / f"rank_{self.grid.rank:05d}.json", marker)
             progress.set_background_task("")
@@ -401,7 +385,9 @@ class CheckpointSaver:
             for number, tensors in enumerate(split_state(snapshot.optimizer_state))
         }
         # One thread hashes and writes more slowly than a disk takes the bytes.
-        with ThreadPoolExecutor(num_file_threads()) as pool, _cancelling(pool):
+        with ThreadPoolExecutor(num_file_threads()) as pool, contextlib.ExitStack() as on_end:
+            # An error drops what waits for a thread, as the disk may be full.
+            on_end.callback(pool.shutdown, wait=False, cancel_futures=True)
             states = pool.map(write_state, parts.keys(), parts.values())
             weights, ep_ranks = [], {"ep": grid.ep_rank, "etp": grid.etp_rank}
             if snapshot.dense_weights is not None:
