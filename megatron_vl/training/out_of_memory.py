@@ -59,8 +59,8 @@ def gpu_memory_message(error_text: str, run: ResolvedRun) -> str:
         memory = stage_memories(run.config, run.spec, run.layout, run.dp)[stage]
         gib_by_part = {part: getattr(memory, part) / GIB for part in GPU_MEMORY_PARTS}
         parts_text = ", ".join(f"{part} {gib:.1f}" for part, gib in gib_by_part.items() if gib >= 0.1)
-        total = f"{memory.total_bytes / GIB:.1f} GiB"
-        parts.append(f"The estimate of pipeline stage {stage} is {total} ({parts_text})")
+        total = memory.total_bytes / GIB
+        parts.append(f"The estimate of pipeline stage {stage} is {total:.1f} GiB ({parts_text})")
     return ". ".join([*parts, "docs/pipelines.md says how to lower it: recompute, offload, more stages"])
 
 
