@@ -105,15 +105,17 @@ class ActivationEstimator:
         if language_spec.has_mtp:
             boundary_bytes += hidden_bytes  # the embeddings that messages carry
         if language_spec.has_mtp and is_last_chunk:
-            # Both norms and what they normalise, side by side, and the layer, which may be recomputed.
-            kind = LayerKind(language_spec.moe is not None, False)
-            boundary_bytes += 6 * hidden_bytes + bytes_per_feature * self._decoder_layer_elements(kind)
+            boundary_bytes += 6 * hidden_bytes  # both norms and what they normalise, side by side
+            mtp_kind = LayerKind(language_spec.moe is not None, False)
+            mtp_layer_bytes = [bytes_per_feature * self._decoder_layer_elements(mtp_kind)]
+        else:
+            mtp_layer_bytes = []
         has_linear_attention = any(kind.has_linear_attention for kind in kinds_of_layers)
         delta_rule_bytes = self._delta_rule_bytes() if has_linear_attention else 0.0
 
         layer_bytes = [bytes_per_feature * self._elements_by_layer_kind[kind] for kind in kinds_of_layers]
         if self.config.recompute.language != "full":
-            return ActivationBytes(sum(layer_bytes) + boundary_bytes, delta_rule_bytes)
+            return ActivationBytes(sum(layer_bytes + mtp_layer_bytes) + boundary_bytes, delta_rule_bytes)
 
         # The backward pass of the MLP frees its activations before that of the delta rule begins.
         for layer_index, kind in enumerate(kinds_of_layers):
@@ -127,7 +129,9 @@ class ActivationEstimator:
             # 107.5 with the levels counted once, 114.5 so.
             boundary_bytes += hidden_bytes * (2 * (levels_in + levels_in - 1) - deepstack_levels)
         kept_bytes = sum(bytes_per_feature * self._kept_elements(kind) for kind in kinds_of_layers)
-        return self._recomputed_layers(layer_bytes, hidden_bytes, boundary_bytes + kept_bytes)
+        return self._recomputed_layers(
+            layer_bytes + mtp_layer_bytes, hidden_bytes, boundary_bytes + kept_bytes
+        )
 
     def _kept_elements(self, kind: LayerKind) -> float:
         """Elements of one token that ``recompute.keep`` adds to the input of a layer."""
