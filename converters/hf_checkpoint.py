@@ -88,11 +88,11 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
         return "apart" if any(".mlp.experts." in name for name in names) else released_style
     if released_style == "output_first":
         return released_style  # as in transformers, which supports no other stacks for this family
-    for tensor_name, (row_count, col_count) in expert_stacks.items():
-        if row_count == col_count:
+    for tensor_name, (num_rows, num_cols) in expert_stacks.items():
+        if num_rows == num_cols:
             raise WeightsError(
-                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} "
-                f"by {col_count}, so it is not known whether their inputs or their outputs come "
+                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {num_rows} "
+                f"by {num_cols}, so it is not known whether their inputs or their outputs come "
                 "first. Store each expert's gate_proj, up_proj and down_proj as separate tensors"
             )
 

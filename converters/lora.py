@@ -66,8 +66,8 @@ def _part_views(
         if not part.rank:
             continue
         # The columns of a tower's matrix may be padded.
-        col_count = matrix_shapes[part.hf_name][1]
-        part_a = canonical_a[first_row : first_row + part.rank, :col_count]
+        num_cols = matrix_shapes[part.hf_name][1]
+        part_a = canonical_a[first_row : first_row + part.rank, :num_cols]
         first_row += part.rank
         blocks = [block for block in base_blocks if _module_name(block.part_id) == part.hf_name]
         pieces_b = [
@@ -307,11 +307,11 @@ class MergedWeights(CanonicalWeights):
 
         merged_region = base_region.to(torch.float32, copy=True)
         factor_a, factor_b, row_scales = self._cached_factors(tensor_name)
-        row_count = factor_b.shape[1]
+        num_rows = factor_b.shape[1]
         for expert, expert_a in enumerate(factor_a):
             # The rows of this expert within the region, counted from the expert's first row.
-            start = region.row - expert * row_count
-            rows = slice(max(0, start), min(row_count, region.row_end - expert * row_count))
+            start = region.row - expert * num_rows
+            rows = slice(max(0, start), min(num_rows, region.row_end - expert * num_rows))
             if rows.start < rows.stop:
                 product = factor_b[expert, rows] @ expert_a[:, region.col : region.col_end]
                 merged_region[rows.start - start : rows.stop - start] += product * row_scales[rows]
@@ -329,9 +329,9 @@ class MergedWeights(CanonicalWeights):
         if not adapter.base.num_experts:
             factor_a, narrow_b = factor_a[None], narrow_b[None]
 
-        expert_count, row_count, _ = narrow_b.shape
-        wide_b = narrow_b.new_zeros(expert_count, row_count, sum(adapter.ranks))
-        row_scales = narrow_b.new_zeros(row_count, 1)
+        expert_count, num_rows, _ = narrow_b.shape
+        wide_b = narrow_b.new_zeros(expert_count, num_rows, sum(adapter.ranks))
+        row_scales = narrow_b.new_zeros(num_rows, 1)
         first_row = 0
         for part_number, run_length in row_runs(self.spec, adapter.base):
             part = adapter.parts[part_number]

@@ -156,8 +156,8 @@ def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) 
     """The tensor is the last linear layer of a vision MLP, padded with zero columns."""
     (hf_name,) = hf_names
     real_columns = spec.vision.ffn_hidden_size
-    rows, col_count = matrix_shape(tensor_info.shape)
-    padding = (MatrixRegion(0, rows, real_columns, col_count),) if col_count > real_columns else ()
+    rows, num_cols = matrix_shape(tensor_info.shape)
+    padding = (MatrixRegion(0, rows, real_columns, num_cols),) if num_cols > real_columns else ()
     block = MatrixBlock(hf_name, rows, real_columns)
     return ConversionRule(tensor_info.name, {hf_name: (rows, real_columns)}, (block,), padding)
 
@@ -165,12 +165,12 @@ def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) 
 def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor equals one HF stack of transposed matrices."""
     (hf_name,) = hf_names
-    expert_count, rows, col_count = tensor_info.shape
+    expert_count, rows, num_cols = tensor_info.shape
     blocks = tuple(
-        MatrixBlock(hf_name, rows, col_count, row=i * rows, part_row=i * col_count, is_transposed=True)
+        MatrixBlock(hf_name, rows, num_cols, row=i * rows, part_row=i * num_cols, is_transposed=True)
         for i in range(expert_count)
     )
-    return ConversionRule(tensor_info.name, {hf_name: (expert_count, col_count, rows)}, blocks)
+    return ConversionRule(tensor_info.name, {hf_name: (expert_count, num_cols, rows)}, blocks)
 
 
 def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -178,11 +178,11 @@ def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> 
 
     The matrices of one expert are below each other.
     """
-    expert_count, rows, col_count = tensor_info.shape
+    expert_count, rows, num_cols = tensor_info.shape
     matrix_rows = rows // len(hf_names)
     names = [pattern.replace("*", str(expert)) for expert in range(expert_count) for pattern in hf_names]
-    blocks = [MatrixBlock(name, matrix_rows, col_count, row=i * matrix_rows) for i, name in enumerate(names)]
-    return ConversionRule(tensor_info.name, dict.fromkeys(names, (matrix_rows, col_count)), tuple(blocks))
+    blocks = [MatrixBlock(name, matrix_rows, num_cols, row=i * matrix_rows) for i, name in enumerate(names)]
+    return ConversionRule(tensor_info.name, dict.fromkeys(names, (matrix_rows, num_cols)), tuple(blocks))
 
 
 def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, ...]) -> ConversionRule:
@@ -198,16 +198,16 @@ def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, in
         row_runs: (HF name or :data:`PADDING`, first row in the HF tensor, number of rows) of each run of rows
             of the canonical tensor, in order.
     """
-    col_count = matrix_shape(tensor_info.shape)[1]
+    num_cols = matrix_shape(tensor_info.shape)[1]
     blocks, padding = [], []
     hf_rows: Counter[str] = Counter()
     row = 0
     for hf_name, hf_row, rows in row_runs:
         if hf_name != PADDING:
-            blocks.append(MatrixBlock(hf_name, rows, col_count, row=row, part_row=hf_row))
+            blocks.append(MatrixBlock(hf_name, rows, num_cols, row=row, part_row=hf_row))
             hf_rows[hf_name] += rows
         elif rows:
-            padding.append(MatrixRegion(row, row + rows, 0, col_count))
+            padding.append(MatrixRegion(row, row + rows, 0, num_cols))
         row += rows
 
     hf_shapes = {hf_name: (rows, *tensor_info.shape[1:]) for hf_name, rows in hf_rows.items()}

@@ -37,12 +37,12 @@ class GivenRows:
         """Nothing is open."""
 
 
-def replica_rows[T](step_rows: Iterable[list[T]], dp_rank: int, dp_size: int) -> Iterator[T]:
+def replica_rows[T](step_rows: Iterable[list[T]], dp_rank: int, dp: int) -> Iterator[T]:
     """Yields the rows of one data-parallel rank.
 
     Args:
         step_rows: the rows of each step's global batch. Each rank gets an equal number of them, in order.
     """
     for rows in step_rows:
-        share = len(rows) // dp_size
+        share = len(rows) // dp
         yield from rows[dp_rank * share : (dp_rank + 1) * share]

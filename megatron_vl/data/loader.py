@@ -46,7 +46,7 @@ def build_loader(
     hf_dir: str | Path,
     *,
     dp_rank: int = 0,
-    dp_size: int = 1,
+    dp: int = 1,
     split_facts: SplitFacts | None = None,
     rows_per_step: int = 0,
     epochs: int = 0,
@@ -58,7 +58,7 @@ def build_loader(
         hf_dir: folder of the tokenizer, chat template and image processor.
         split_facts: facts of the split, if another rank has read and checked the description. If they are
             None, this function reads it.
-        rows_per_step: number of rows of a step on all ranks, a multiple of ``dp_size``; 0: one row on each
+        rows_per_step: number of rows of a step on all ranks, a multiple of ``dp``; 0: one row on each
             rank. A state can be saved between steps.
         epochs: number of passes over the data; 0: the rows never end.
 
@@ -79,10 +79,10 @@ def build_loader(
 
     tokenization_id = compute_tokenization_id(hf_dir, spec, data_config)
     planning_context = PlanningContext(
-        datasets, blend_sources, tokenization_id, row_encoder, rows_per_step or dp_size, epochs
+        datasets, blend_sources, tokenization_id, row_encoder, rows_per_step or dp, epochs
     )
     loader_identity = _loader_identity(data_config, row_encoder, split_facts)
-    return RowLoader(planning_context, loader_identity, dp_rank, dp_size, data_config)
+    return RowLoader(planning_context, loader_identity, dp_rank, dp, data_config)
 
 
 def _loader_identity(

@@ -51,7 +51,7 @@ class RowLoader:
 
     Args:
         loader_identity: the settings that determine the rows, as JSON values.
-        dp_rank, dp_size: this data-parallel rank, and the number of such ranks.
+        dp_rank, dp: this data-parallel rank, and the number of such ranks.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class RowLoader:
         planning_context: PlanningContext,
         loader_identity: dict[str, Any],
         dp_rank: int,
-        dp_size: int,
+        dp: int,
         data_config: DataConfig,
     ) -> None:
         self._planning_context = planning_context
         self._identity = loader_identity
         self._data_config = data_config
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._dp_rank, self._dp = dp_rank, dp
         self._change_lines: list[str] = []
         self._start_row = 0
         self._rank_rows: PlannedRankRows | None = None
@@ -83,7 +83,7 @@ class RowLoader:
             if self._rank_rows is None:
                 worker_count = self._data_config.num_workers
                 self._rank_rows = PlannedRankRows(
-                    self._planning_context, self._dp_rank, self._dp_size, worker_count, self._start_row
+                    self._planning_context, self._dp_rank, self._dp, worker_count, self._start_row
                 )
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
@@ -149,18 +149,18 @@ class RowLoader:
         Raises:
             LoaderStateError: this rank has not taken all its rows of a step.
         """
-        row_count = self._start_row
+        num_rows = self._start_row
         planner_state = self._planning_context.planner_state
         if self._rank_rows is not None:
-            row_count = self._rank_rows.total_rows_taken
+            num_rows = self._rank_rows.total_rows_taken
             planner_state = self._rank_rows.planner_state
         return {
             "identity": self._identity,
             # Version 0.2.0 names what has changed at a resume, and reads no state without them.
             "num_workers": self._data_config.num_workers,
-            "ranks": self._dp_size,
+            "ranks": self._dp,
             "rows_per_step": self._planning_context.rows_per_step,
-            "rows": row_count,
+            "rows": num_rows,
             "planner": state_to_json(planner_state),
         }
 

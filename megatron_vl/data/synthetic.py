@@ -56,17 +56,17 @@ class SyntheticRows:
     :class:`~megatron_vl.data.row_loader.RowLoader`.
 
     Args:
-        rows_per_step: number of rows of a step on all ranks, a multiple of ``dp_size``.
+        rows_per_step: number of rows of a step on all ranks, a multiple of ``dp``.
     """
 
     def __init__(
-        self, data_config: DataConfig, spec: ModelSpec, dp_rank: int, dp_size: int, rows_per_step: int
+        self, data_config: DataConfig, spec: ModelSpec, dp_rank: int, dp: int, rows_per_step: int
     ) -> None:
         self._data_config, self._spec = data_config, spec
-        self._rows_per_step, self._rows_per_rank = rows_per_step, rows_per_step // dp_size
+        self._rows_per_step, self._rows_per_rank = rows_per_step, rows_per_step // dp
         self._first_of_step = dp_rank * self._rows_per_rank
         self._start_row = self._rows_taken = 0
-        self._row_count = distinct_row_count(data_config.seq_len)
+        self._num_rows = num_distinct_rows(data_config.seq_len)
         self._rows: dict[int, Future[TrainingRow]] = {}
         self.dataset_identity = synthetic_identity(data_config)
         """The identity of these rows in a saved state."""
@@ -74,7 +74,7 @@ class SyntheticRows:
         """The fields of ``data`` that determine the rows."""
         self.model_folder_settings: dict[str, Any] = {}
         """Nothing comes from the files of a tokenizer or image processor."""
-        self.start_notes = [f"{data_config.path}: {self._row_count} different rows of random tokens, in turn"]
+        self.start_notes = [f"{data_config.path}: {self._num_rows} different rows of random tokens, in turn"]
         """Lines to print once at the start of a run."""
 
     def __iter__(self) -> SyntheticRows:
@@ -85,7 +85,7 @@ class SyntheticRows:
         self._rows = self._rows or self._draw_own_rows()
         number = self._row_number(*divmod(self._rows_taken, self._rows_per_rank))
         self._rows_taken += 1
-        row = self._rows[number % self._row_count].result()
+        row = self._rows[number % self._num_rows].result()
         return dataclasses.replace(row, sample_keys=[f"{number}/{i}" for i in range(row.num_samples)])
 
     def _row_number(self, step: int, row_of_step: int) -> int:
@@ -95,9 +95,9 @@ class SyntheticRows:
     def _draw_own_rows(self) -> dict[int, Future[TrainingRow]]:
         """The rows by number. Threads draw their pixels, in the order in which steps take them."""
         # Steps are repeated too. If they are large, a rank has the same few rows in all of them.
-        distinct_steps = range(self._row_count // math.gcd(self._row_count, self._rows_per_step))
+        distinct_steps = range(self._num_rows // math.gcd(self._num_rows, self._rows_per_step))
         steps_and_rows = itertools.product(distinct_steps, range(self._rows_per_rank))
-        own_numbers = dict.fromkeys(self._row_number(step, i) % self._row_count for step, i in steps_and_rows)
+        own_numbers = dict.fromkeys(self._row_number(step, i) % self._num_rows for step, i in steps_and_rows)
         chosen_rows = list(choose_rows(self._data_config, self._spec))
         threads = ThreadPoolExecutor(DRAWING_THREADS)
         rows = {number: threads.submit(self._pack_row, chosen_rows[number]) for number in own_numbers}
@@ -143,7 +143,7 @@ def synthetic_identity(data_config: DataConfig) -> dict[str, Any]:
     return {"content": data_config.path}
 
 
-def distinct_row_count(seq_len: int) -> int:
+def num_distinct_rows(seq_len: int) -> int:
     """Number of rows after which they are repeated."""
     return max(1, min(MAX_DISTINCT_ROWS, DISTINCT_TOKENS // seq_len))
 
@@ -178,7 +178,7 @@ def choose_rows(data_config: DataConfig, spec: ModelSpec) -> Iterator[list[Chose
         while True:
             yield choose_sample(spec, rng, seq_len)
 
-    return itertools.islice(fill_rows(choose_samples(), seq_len), distinct_row_count(seq_len))
+    return itertools.islice(fill_rows(choose_samples(), seq_len), num_distinct_rows(seq_len))
 
 
 def fill_rows[Sample: Sized](samples: Iterable[Sample], seq_len: int) -> Iterator[list[Sample]]:

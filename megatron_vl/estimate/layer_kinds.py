@@ -86,7 +86,7 @@ def _adapters_by_module(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[Ma
 
 def _describe_adapter(spec: ModelSpec, adapter: FusedLora, matrix_name: str) -> MatrixAdapter:
     base = adapter.base
-    used_elements = sum(row_count * adapter.ranks[part] for part, row_count in row_runs(spec, base))
+    used_elements = sum(num_rows * adapter.ranks[part] for part, num_rows in row_runs(spec, base))
     if base.name.startswith("vision_model.decoder.") and matrix_name == "mlp.linear_fc1":
         # Like the columns of the second matrix, these rows are counted without padding.
         used_elements = used_elements * spec.vision.ffn_hidden_size // spec.vision.padded_ffn_hidden_size

@@ -93,7 +93,7 @@ def stage_memories(
     config: TrainConfig,
     spec: ModelSpec,
     layout: Layout,
-    data_parallel_size: int,
+    dp: int,
     fullest_row: RowSizes | None = None,
 ) -> list[StageMemory]:
     """The peak memory of each pipeline stage, first stage first.
@@ -103,14 +103,14 @@ def stage_memories(
         fullest_row: what the fullest row holds; None: as many patches as a row can hold
             (``data.max_patches``, or a merged feature for every token), and a loss of every token.
     """
-    return [*iterate_stages(config, spec, layout, data_parallel_size, fullest_row)]
+    return [*iterate_stages(config, spec, layout, dp, fullest_row)]
 
 
 def iterate_stages(
     config: TrainConfig,
     spec: ModelSpec,
     layout: Layout,
-    data_parallel_size: int,
+    dp: int,
     fullest_row: RowSizes | None = None,
 ) -> Iterator[StageMemory]:
     """:func:`stage_memories`, each stage when it is asked for."""
@@ -119,10 +119,10 @@ def iterate_stages(
     patch_count, loss_tokens = min(most_patches, config.data.max_patches or most_patches), seq_len
     if fullest_row is not None:
         patch_count, loss_tokens = math.ceil(fullest_row.patches), math.ceil(fullest_row.loss_tokens)
-    micro_batches = config.global_batch_size // data_parallel_size
+    micro_batches = config.global_batch_size // dp
     frozen_config = freeze_parts_without_lora(config, spec)
     estimator = ActivationEstimator(frozen_config, spec, layout, patch_count, loss_tokens, micro_batches)
-    for stage, counts in enumerate(stage_parameters(frozen_config, spec, layout, data_parallel_size)):
+    for stage, counts in enumerate(stage_parameters(frozen_config, spec, layout, dp)):
         yield _stage_memory(estimator, stage, counts)
 
 

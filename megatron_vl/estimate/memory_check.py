@@ -24,7 +24,7 @@ def with_offload_fraction(config: TrainConfig, offload_fraction: float) -> Train
 
 
 def least_offload_fraction(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int, gpu_gib: float
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, gpu_gib: float
 ) -> float | None:
     """The smallest ``optimizer.offload_fraction`` with which the fullest stage fits; None if none does.
 
@@ -33,18 +33,16 @@ def least_offload_fraction(
     """
     for offload_fraction in (step / FRACTION_STEPS for step in range(FRACTION_STEPS + 1)):
         tried_config = with_offload_fraction(config, offload_fraction)
-        if peak_stage_gib(
-            stage_memories(tried_config, spec, layout, data_parallel_size)
-        ) <= gpu_gib - reserve_gib(gpu_gib):
+        if peak_stage_gib(stage_memories(tried_config, spec, layout, dp)) <= gpu_gib - reserve_gib(gpu_gib):
             return offload_fraction
     return None
 
 
 def largest_offload_fraction(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int, host_gib: float
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, host_gib: float
 ) -> float:
     """The largest ``optimizer.offload_fraction`` for which ``host_gib`` GiB for each rank are enough."""
-    stages = stage_memories(with_offload_fraction(config, 1.0), spec, layout, data_parallel_size)
+    stages = stage_memories(with_offload_fraction(config, 1.0), spec, layout, dp)
     full_offload_gib = max(stage.host_bytes for stage in stages) / GIB
     free_gib = max(0.0, host_gib - max(stage.host_input_bytes for stage in stages) / GIB)
     if full_offload_gib <= free_gib:
@@ -56,7 +54,7 @@ def resolve_offload_fraction(
     config: TrainConfig,
     spec: ModelSpec,
     layout: Layout,
-    data_parallel_size: int,
+    dp: int,
     gpu_gib: float | None,
     host_gib: float = math.inf,
 ) -> TrainConfig:
@@ -72,8 +70,8 @@ def resolve_offload_fraction(
         return config
     if gpu_gib is None:
         return with_offload_fraction(config, 0.0)
-    least_fraction = least_offload_fraction(config, spec, layout, data_parallel_size, gpu_gib)
-    largest_fraction = largest_offload_fraction(config, spec, layout, data_parallel_size, host_gib)
+    least_fraction = least_offload_fraction(config, spec, layout, dp, gpu_gib)
+    largest_fraction = largest_offload_fraction(config, spec, layout, dp, host_gib)
     return with_offload_fraction(
         config, largest_fraction if least_fraction is None else min(least_fraction, largest_fraction)
     )
@@ -87,16 +85,16 @@ def check_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, world_siz
     Raises:
         RunConfigError: the run does not fit. The message says what to do, and how to start anyway.
     """
-    data_parallel_size, gpu_gib = validate_config(config, world_size), gpu.memory_gib
-    resolved_config = resolve_offload_fraction(config, spec, layout, data_parallel_size, gpu_gib)
-    estimated_gib = peak_stage_gib(stage_memories(resolved_config, spec, layout, data_parallel_size))
+    dp, gpu_gib = validate_config(config, world_size), gpu.memory_gib
+    resolved_config = resolve_offload_fraction(config, spec, layout, dp, gpu_gib)
+    estimated_gib = peak_stage_gib(stage_memories(resolved_config, spec, layout, dp))
     if estimated_gib + reserve_gib(gpu_gib) <= gpu_gib:
         return ""
     estimate_text = (
         f"the memory estimate is {estimated_gib:.0f} GiB on the fullest GPU, with a row full of images, and"
         f" {reserve_gib(gpu_gib):.0f} should stay free; {gpu.name} has {gpu_gib:.0f}"
     )
-    offload_fraction = least_offload_fraction(config, spec, layout, data_parallel_size, gpu_gib)
+    offload_fraction = least_offload_fraction(config, spec, layout, dp, gpu_gib)
     offload_advice = (
         "not even --optimizer.offload_fraction 1 would change that"
         if offload_fraction is None

@@ -33,10 +33,10 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
 
 
 def stage_parameters(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int
 ) -> Iterator[ParameterCounts]:
     """The parameters of one GPU of each pipeline stage."""
-    ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
+    ranks = layout.tp * layout.cp * dp, layout.replica_ranks * dp
     is_distributed = config.parallel.distributed_optimizer
     sections, layer_counts = _counts_by_section(
         spec, layout.sharding, ranks, is_distributed, config.lora, config.model

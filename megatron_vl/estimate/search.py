@@ -197,11 +197,11 @@ def _powers_of_two(largest: int) -> list[int]:
     return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
 
 
-def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int) -> str:
+def describe_layout(config: TrainConfig, layout: Layout, dp: int) -> str:
     """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
 
     def sizes_text(*names: str) -> str:
-        sizes = {name: getattr(layout, name, data_parallel_size) for name in names}
+        sizes = {name: getattr(layout, name, dp) for name in names}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
     dense_text = sizes_text("tp", "cp", "pp", "vpp", "dp") or "one GPU"

@@ -40,7 +40,7 @@ class RunPrediction:
     config: TrainConfig
     spec: ModelSpec
     layout: Layout
-    data_parallel_size: int
+    dp: int
     gpu: Gpu
     rows: RowSizes
     flops: RowFlops
@@ -49,7 +49,7 @@ class RunPrediction:
     @cached_property
     def micro_batches(self) -> int:
         """Rows of a replica in a step."""
-        return self.config.global_batch_size // self.data_parallel_size
+        return self.config.global_batch_size // self.dp
 
     @cached_property
     def step_seconds(self) -> float:
@@ -164,7 +164,7 @@ class RunPrediction:
             return 0.0
         _, state_bytes = optimizer_state_bytes(self.config)
         longest_seconds = 0.0
-        counts_by_stage = stage_parameters(self.config, self.spec, self.layout, self.data_parallel_size)
+        counts_by_stage = stage_parameters(self.config, self.spec, self.layout, self.dp)
         for counts, row_seconds in zip(counts_by_stage, self.stage_seconds, strict=True):
             copy_seconds = state_bytes * counts.owned_count * offload_share / (1e9 * self.gpu.host_gb_s)
             longest_seconds = max(longest_seconds, copy_seconds - row_seconds / 3)
@@ -178,11 +178,11 @@ class RunPrediction:
         return [*self._iterate_stages()]
 
     def _iterate_stages(self) -> Iterator[StageMemory]:
-        return iterate_stages(self.config, self.spec, self.layout, self.data_parallel_size)
+        return iterate_stages(self.config, self.spec, self.layout, self.dp)
 
     @property
     def world_size(self) -> int:
-        return self.layout.replica_ranks * self.data_parallel_size
+        return self.layout.replica_ranks * self.dp
 
     @property
     def peak_gib(self) -> float:
@@ -220,7 +220,7 @@ class RunPrediction:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "layout": {**self.layout.as_dict(), "dp": self.data_parallel_size},
+            "layout": {**self.layout.as_dict(), "dp": self.dp},
             "step_s": round(self.step_seconds, 4),
             "bubble": round(self.bubble, 4),
             "mfu": round(self.mfu, 4),

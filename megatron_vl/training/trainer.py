@@ -213,7 +213,7 @@ class Trainer:
             self.spec,
             self.config.model.hf,
             dp_rank=grid.dp_rank,
-            dp_size=grid.dp,
+            dp=grid.dp,
             split_facts=self.resolved_run.facts_by_split["train"] if is_of_run else None,
             rows_per_step=rows_per_step,
             epochs=self.config.epochs if is_of_run else 0,

@@ -105,37 +105,37 @@ def _read_block(
 def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlock, ...]:
     """The blocks that make up the full matrix of a tensor. Their ids are numbers of parts
     (:meth:`~megatron_vl.spec.tensors.Sharding.shard_index`). A replicated tensor is read from part 0."""
-    row_count, col_count = matrix_shape(tensor_info.shape)
+    num_rows, num_cols = matrix_shape(tensor_info.shape)
     if tensor_info.num_experts:
         return tuple(_expert_blocks(tensor_info, sharding))
     if tensor_info.parallel_style == "replicated":
-        return (MatrixBlock(0, row_count, col_count),)
+        return (MatrixBlock(0, num_rows, num_cols),)
 
     shard_count = sharding.tensor_parallel_ways(tensor_info)
     if tensor_info.parallel_style == "row":
-        shard_cols = col_count // shard_count
+        shard_cols = num_cols // shard_count
         return tuple(
-            MatrixBlock(shard_index, row_count, shard_cols, col=shard_index * shard_cols)
+            MatrixBlock(shard_index, num_rows, shard_cols, col=shard_index * shard_cols)
             for shard_index in range(shard_count)
         )
 
     blocks = []
     first_row = shard_row = 0
-    for section_rows in _section_rows(tensor_info, row_count):
+    for section_rows in _section_rows(tensor_info, num_rows):
         shard_rows = section_rows // shard_count
         for i in range(shard_count):
             row = first_row + i * shard_rows
-            blocks.append(MatrixBlock(i, shard_rows, col_count, row=row, part_row=shard_row))
+            blocks.append(MatrixBlock(i, shard_rows, num_cols, row=row, part_row=shard_row))
         first_row += section_rows
         shard_row += shard_rows
     return tuple(blocks)
 
 
-def _section_rows(tensor_info: TensorInfo, row_count: int) -> tuple[int, ...]:
+def _section_rows(tensor_info: TensorInfo, num_rows: int) -> tuple[int, ...]:
     """Number of rows of each section. Each section is cut separately."""
     if tensor_info.parallel_style == "gated":
-        return (row_count // 2, row_count // 2)
-    return tensor_info.section_rows or (row_count,)
+        return (num_rows // 2, num_rows // 2)
+    return tensor_info.section_rows or (num_rows,)
 
 
 def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBlock]:

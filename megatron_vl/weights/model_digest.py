@@ -81,16 +81,16 @@ def model_digest(source: CanonicalWeights) -> str:
 
 def _sampled_regions(tensor_info: TensorInfo) -> Iterator[MatrixRegion]:
     """Whole rows; of a stack of experts a tile of each, which moves from the first corner to the last."""
-    row_count, col_count = matrix_shape(tensor_info.shape)
+    num_rows, num_cols = matrix_shape(tensor_info.shape)
     if not tensor_info.num_experts:
-        for row in _spread(row_count, min(row_count, DIGEST_ROWS)):
-            yield MatrixRegion(row, row + 1, 0, col_count)
+        for row in _spread(num_rows, min(num_rows, DIGEST_ROWS)):
+            yield MatrixRegion(row, row + 1, 0, num_cols)
         return
 
-    expert_rows = row_count // tensor_info.num_experts
-    tile_rows, tile_cols = min(EXPERT_TILE, expert_rows), min(EXPERT_TILE, col_count)
+    expert_rows = num_rows // tensor_info.num_experts
+    tile_rows, tile_cols = min(EXPERT_TILE, expert_rows), min(EXPERT_TILE, num_cols)
     first_rows = _spread(expert_rows - tile_rows + 1, tensor_info.num_experts)
-    first_cols = _spread(col_count - tile_cols + 1, tensor_info.num_experts)
+    first_cols = _spread(num_cols - tile_cols + 1, tensor_info.num_experts)
     for expert_index, (row, col) in enumerate(zip(first_rows, first_cols, strict=True)):
         row += expert_index * expert_rows
         yield MatrixRegion(row, row + tile_rows, col, col + tile_cols)

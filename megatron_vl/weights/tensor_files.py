@@ -84,8 +84,8 @@ def matrix_shape(tensor_shape: Sequence[int]) -> tuple[int, int]:
 
 def whole_matrix_region(tensor_shape: Sequence[int]) -> MatrixRegion:
     """The region of a whole tensor, seen as a matrix."""
-    rows, col_count = matrix_shape(tensor_shape)
-    return MatrixRegion(0, rows, 0, col_count)
+    rows, num_cols = matrix_shape(tensor_shape)
+    return MatrixRegion(0, rows, 0, num_cols)
 
 
 def row_regions(
@@ -96,11 +96,11 @@ def row_regions(
     Args:
         rows_multiple: regions have a multiple of this number of rows.
     """
-    row_count, col_count = matrix_shape(tensor_shape)
-    rows_per_region = max(1, CHUNK_BYTES // max(1, col_count * itemsize))
+    num_rows, num_cols = matrix_shape(tensor_shape)
+    rows_per_region = max(1, CHUNK_BYTES // max(1, num_cols * itemsize))
     rows_per_region = math.ceil(rows_per_region / rows_multiple) * rows_multiple
-    for row in range(0, row_count, rows_per_region):
-        yield MatrixRegion(row, min(row_count, row + rows_per_region), 0, col_count)
+    for row in range(0, num_rows, rows_per_region):
+        yield MatrixRegion(row, min(num_rows, row + rows_per_region), 0, num_cols)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -178,17 +178,17 @@ class TensorReader:
                 f"{self.path}: tensor {tensor_name!r} has type "
                 f"{self.dtype_code(tensor_name)}, which this program does not read"
             )
-        col_count = matrix_shape(self.shape(tensor_name))[1]
+        num_cols = matrix_shape(self.shape(tensor_name))[1]
         tensor_start = self._data_start + self._header_entries[tensor_name]["data_offsets"][0]
-        region_start = tensor_start + region.row * col_count * dtype.itemsize
-        region_end = tensor_start + region.row_end * col_count * dtype.itemsize
+        region_start = tensor_start + region.row * num_cols * dtype.itemsize
+        region_end = tensor_start + region.row_end * num_cols * dtype.itemsize
 
         region_bytes = self._mapped_bytes[region_start:region_end]
         self._release_pages(len(region_bytes))
         if region_start % dtype.itemsize:
             # The format allows unaligned tensors, which torch cannot view. No current program writes them.
             region_bytes = region_bytes.clone()
-        return region_bytes.view(dtype).view(-1, col_count)[:, region.col : region.col_end]
+        return region_bytes.view(dtype).view(-1, num_cols)[:, region.col : region.col_end]
 
     def expect_scattered_reads(self, is_scattered: bool) -> None:
         """Whether reading ahead, which is 8 MB on some disks, would be in vain."""

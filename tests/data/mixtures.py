@@ -42,4 +42,4 @@ def loader(path: Path, *, rank: int = 0, ranks: int = 1, rows_per_step: int = 0,
     hf = tiny_checkpoint("qwen2_5_vl")
     settings = {"seq_len": 64, "num_workers": 0, **changes}
     data = DataConfig(path=str(path), **settings)
-    return open_loader(data, hf, dp_rank=rank, dp_size=ranks, rows_per_step=rows_per_step)
+    return open_loader(data, hf, dp_rank=rank, dp=ranks, rows_per_step=rows_per_step)

@@ -285,7 +285,7 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
 
     def loaders(ranks: int, state: dict | None) -> list[Any]:
         made = [
-            open_loader(config, hf, dp_rank=rank, dp_size=ranks, rows_per_step=4, epochs=2)
+            open_loader(config, hf, dp_rank=rank, dp=ranks, rows_per_step=4, epochs=2)
             for rank in range(ranks)
         ]
         for one in made:

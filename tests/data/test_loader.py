@@ -50,7 +50,7 @@ def config(path, **changes) -> DataConfig:
 
 
 def loader(path, family="qwen2_5_vl", dp=(0, 1), **changes):
-    return open_loader(config(path, **changes), tiny_checkpoint(family), dp_rank=dp[0], dp_size=dp[1])
+    return open_loader(config(path, **changes), tiny_checkpoint(family), dp_rank=dp[0], dp=dp[1])
 
 
 def validation(path, family="qwen2_5_vl", **changes):

@@ -95,7 +95,7 @@ class Run:
         data = data_config(path, num_workers=workers, **changes)
         spec = read_spec(hf())
         self.loaders = [
-            build_loader(data, spec, hf(), dp_rank=rank, dp_size=ranks, rows_per_step=rows)
+            build_loader(data, spec, hf(), dp_rank=rank, dp=ranks, rows_per_step=rows)
             for rank in range(ranks)
         ]
 

@@ -54,7 +54,7 @@ def _estimate(facts: dict[str, Any]) -> MeasuredRun:
     fullest_row = run.rows._replace(
         patches=FULLEST_PATCHES * run.rows.patches, loss_tokens=FULLEST_LOSS * run.rows.loss_tokens
     )
-    gib = peak_stage_gib(stage_memories(config, spec, layout, run.data_parallel_size, fullest_row))
+    gib = peak_stage_gib(stage_memories(config, spec, layout, run.dp, fullest_row))
     return MeasuredRun(facts, config, 1e3 * run.step_seconds, gib)
 
 

@@ -45,7 +45,7 @@ def find(*request: Any, **other: Any) -> list[RunPrediction]:
 def test_the_7b_on_eight_gpus_is_data_parallel() -> None:
     """The fastest measured layout (docs/pipelines.md), and its recompute: 8 GPUs have no room for none."""
     best = find("Qwen2.5-VL-7B", 8, 64)[0]
-    assert (best.layout.tp, best.layout.pp, best.data_parallel_size) == (1, 1, 8)
+    assert (best.layout.tp, best.layout.pp, best.dp) == (1, 1, 8)
     assert best.config.recompute.language_modules == ["activation"]
     assert best.config.recompute.vision == "activation" and not best.config.optimizer.offload_fraction
 
@@ -56,7 +56,7 @@ def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
     assert found and steps == sorted(steps)
     for prediction in found:
         run = with_split(prediction.config, prediction.layout)
-        assert validate_config(run, 4) == prediction.data_parallel_size
+        assert validate_config(run, 4) == prediction.dp
         again = predict_run(run, prediction.spec, 4, find_gpu("H100"))
         assert again.step_seconds == pytest.approx(prediction.step_seconds)
         assert again.peak_gib + 8 <= 79.1
@@ -102,7 +102,7 @@ def test_offload_is_found_where_the_host_has_the_memory() -> None:
         found = find("Qwen2.5-VL-7B", 1, 8, gpu="H200", host_gib=host_gib)
         for prediction in found:
             spec, config = prediction.spec, prediction.config
-            check_host_memory(config, spec, prediction.layout, prediction.data_parallel_size, 139.8, host_gib)
+            check_host_memory(config, spec, prediction.layout, prediction.dp, 139.8, host_gib)
         shares.append([prediction.config.optimizer.offload_fraction for prediction in found])
     assert shares == [[0.5], [0.5], []]
 

@@ -26,16 +26,16 @@ def spec() -> ModelSpec:
     return read_spec("tests/hf_configs/Qwen3-VL-2B-Instruct.json")
 
 
-def rows_of(spec: ModelSpec, dp_size: int, rows_per_step: int, steps: int, state=None, **data) -> list:
+def rows_of(spec: ModelSpec, dp: int, rows_per_step: int, steps: int, state=None, **data) -> list:
     """The rows of the first steps of all ranks, in order, and the state after them."""
     config = DataConfig(**{"path": "synthetic:images", "seq_len": 96} | data)
-    loaders = [SyntheticRows(config, spec, rank, dp_size, rows_per_step) for rank in range(dp_size)]
+    loaders = [SyntheticRows(config, spec, rank, dp, rows_per_step) for rank in range(dp)]
     rows = []
     for loader in loaders if state else ():
         loader.load_state_dict(json.loads(json.dumps(state)))
     for _ in range(steps):
         for loader in loaders:
-            rows += islice(loader, rows_per_step // dp_size)
+            rows += islice(loader, rows_per_step // dp)
     states = [loader.state_dict() for loader in loaders]
     assert all(state == states[0] for state in states)
     return [rows, states[0]]

@@ -104,7 +104,7 @@ def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> st
     remedy = "lower data.seq_len or data.max_patches"
     if part in ("weights", "gradients", "optimizer"):
         remedy = "train adapters (--lora.rank 16)"
-    layout_text = describe_layout(smallest.config, smallest.layout, smallest.data_parallel_size)
+    layout_text = describe_layout(smallest.config, smallest.layout, smallest.dp)
     return (
         f"no layout of {request.world_size} {request.gpu.name} fits {request.spec.family} with rows of"
         f" {request.config.data.seq_len} tokens: the smallest, {layout_text}, takes"
@@ -131,7 +131,7 @@ def plan_as_json(found: Plan) -> dict[str, Any]:
 
 def _prediction_facts(prediction: RunPrediction, request: SearchRequest) -> dict[str, Any]:
     return {
-        "text": describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size),
+        "text": describe_layout(prediction.config, prediction.layout, prediction.dp),
         **prediction.as_json(),
         "fits": request.fits(prediction),
         "recompute": dataclasses.asdict(prediction.config.recompute),

@@ -64,7 +64,7 @@ def _layout_table(found: Plan) -> Any:
 
     table = Table("layout", "s a step", "tokens/s", "MFU", "GiB", "stages wait", title="Layouts that fit")
     for prediction in (*([found.own] if found.own else []), *found.fitting):
-        text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
+        text = describe_layout(prediction.config, prediction.layout, prediction.dp)
         if prediction is found.own:
             fits_text = "" if found.request.fits(prediction) else ", does not fit"
             text = f"the run's own{fits_text}: {text}"

@@ -51,9 +51,9 @@ UNREACHABLE_PATCHES = 1 << 30
 
 
 def plan_rows(
-    token_counts: Integers, patch_counts: Integers, row_count: int, seq_len: int, max_patches: int = 0
+    token_counts: Integers, patch_counts: Integers, num_rows: int, seq_len: int, max_patches: int = 0
 ) -> Integers:
-    """Chooses the samples of the next ``row_count`` rows.
+    """Chooses the samples of the next ``num_rows`` rows.
 
     Rows have at most ``seq_len`` tokens and ``max_patches`` patches. Each gets about the mean number of
     patches. The oldest sample is always taken, so that no sample waits forever.
@@ -61,7 +61,7 @@ def plan_rows(
     Args:
         token_counts, patch_counts: int64 [n], sizes of the waiting samples, the oldest first. Each sample
             fits into a row.
-        row_count: number of rows of the step, on all ranks.
+        num_rows: number of rows of the step, on all ranks.
         seq_len: largest number of tokens in a row.
         max_patches: largest number of patches in a row; 0: no limit.
 
@@ -69,7 +69,7 @@ def plan_rows(
         The row of each sample, int64 [n]; -1 if it goes on waiting. A row is empty only if there are too few
         samples.
     """
-    row_plan = _RowPlan(token_counts, patch_counts, row_count, seq_len, max_patches)
+    row_plan = _RowPlan(token_counts, patch_counts, num_rows, seq_len, max_patches)
     if len(token_counts):
         # Old samples are placed first. Then the rest of the rows is filled as well as possible.
         row_plan.place_oldest()
@@ -81,14 +81,14 @@ class _RowPlan:
     """The rows of a step while samples are placed."""
 
     def __init__(
-        self, token_counts: Integers, patch_counts: Integers, row_count: int, seq_len: int, max_patches: int
+        self, token_counts: Integers, patch_counts: Integers, num_rows: int, seq_len: int, max_patches: int
     ) -> None:
         self.sizes = np.stack([token_counts, patch_counts]).astype(np.int32)
         self.seq_len, self.patch_budget = seq_len, max_patches or UNREACHABLE_PATCHES
         self.patches_per_token = int(patch_counts.sum()) / max(int(token_counts.sum()), 1)
         """Patches per token of all waiting samples."""
         self.row_of_sample = np.full(len(token_counts), -1, np.int64)
-        self.used_by_row = np.zeros((2, row_count), np.int64)
+        self.used_by_row = np.zeros((2, num_rows), np.int64)
         """Tokens and patches of each row."""
 
     def place_oldest(self) -> None:
@@ -99,12 +99,12 @@ class _RowPlan:
         the bundle with the most patches for its tokens.
         """
         # How many of the oldest samples fill the rows, except for the room that is left.
-        row_count = self.used_by_row.shape[1]
+        num_rows = self.used_by_row.shape[1]
         cumulative_tokens = np.cumsum(self.sizes[0], dtype=np.int64)
         mean_tokens = int(cumulative_tokens[-1]) // len(cumulative_tokens)
         least_tokens = max(min(self.seq_len // BUNDLE_FRACTION, BUNDLED * mean_tokens), 1)
         room_per_row = min(max(mean_tokens, least_tokens), self.seq_len // 2)
-        old_count = int(np.searchsorted(cumulative_tokens, row_count * (self.seq_len - room_per_row)))
+        old_count = int(np.searchsorted(cumulative_tokens, num_rows * (self.seq_len - room_per_row)))
         bundle_of_sample, bundle_sizes = self._bundle_small_samples(max(old_count, 1), least_tokens)
 
         # The patches of a bundle beyond those that its tokens have on average. If the excess of a row stays
@@ -112,9 +112,9 @@ class _RowPlan:
         excess_patches = bundle_sizes[1] - np.rint(self.patches_per_token * bundle_sizes[0]).astype(np.int64)
         placement_order = np.concatenate([[0], 1 + stable_argsort(-bundle_sizes[0][1:])])
         row_of_bundle = np.full(len(excess_patches), -1, np.int64)
-        row_excess = np.zeros(row_count, np.int64)
+        row_excess = np.zeros(num_rows, np.int64)
 
-        bundles_per_turn = -(-row_count // TURNS_PER_ROUND)
+        bundles_per_turn = -(-num_rows // TURNS_PER_ROUND)
         for first_placed in range(0, len(placement_order), bundles_per_turn):
             chosen_bundles = placement_order[first_placed : first_placed + bundles_per_turn]
             chosen_bundles = chosen_bundles[stable_argsort(excess_patches[chosen_bundles])]
@@ -207,16 +207,16 @@ class _RowPlan:
         The older half of the samples stays in its rows, so that none waits too long. The first column is -1:
         it stands for adding a sample without replacing one.
         """
-        row_count = self.used_by_row.shape[1]
+        num_rows = self.used_by_row.shape[1]
         placed = np.flatnonzero(self.row_of_sample >= 0)
-        young = placed[max(len(placed) // 2 + 1, len(placed) - 2 * REPLACEABLE * row_count) :][::-1]
+        young = placed[max(len(placed) // 2 + 1, len(placed) - 2 * REPLACEABLE * num_rows) :][::-1]
         row_of_young = self.row_of_sample[young]
         row_order = stable_argsort(row_of_young)
-        young_per_row = np.bincount(row_of_young, minlength=row_count)
+        young_per_row = np.bincount(row_of_young, minlength=num_rows)
         first_in_row = np.repeat(np.cumsum(young_per_row) - young_per_row, young_per_row)
         number_in_row = np.arange(len(young)) - first_in_row
 
-        replaceable = np.full((row_count, 1 + REPLACEABLE), -1, np.int64)
+        replaceable = np.full((num_rows, 1 + REPLACEABLE), -1, np.int64)
         is_kept = number_in_row < REPLACEABLE
         columns = 1 + number_in_row[is_kept]
         replaceable[row_of_young[row_order][is_kept], columns] = young[row_order][is_kept]
@@ -316,22 +316,22 @@ def stable_argsort(sort_values: Integers) -> Integers:
 
 
 def assign_rows_to_ranks(
-    row_of_sample: Integers, patch_counts: Integers, row_count: int, rank_count: int
+    row_of_sample: Integers, patch_counts: Integers, num_rows: int, rank_count: int
 ) -> Integers:
     """Deals the same number of rows to each rank, with about equal sums of patches.
 
     Args:
         row_of_sample: int64 [n], the row of each sample.
         patch_counts: int64 [n], number of patches of each sample.
-        row_count: a multiple of ``rank_count``.
+        num_rows: a multiple of ``rank_count``.
 
     Returns:
         The new row of each sample, int64 [n]. The rows of rank ``r`` start at ``r * rows // ranks``.
     """
-    patches_per_row = np.bincount(row_of_sample, patch_counts, row_count).astype(np.int64)
+    patches_per_row = np.bincount(row_of_sample, patch_counts, num_rows).astype(np.int64)
     rows_by_rank = rank_of_rows(patches_per_row, rank_count)
-    new_row = np.empty(row_count, np.int64)
-    new_row[rows_by_rank.ravel()] = np.arange(row_count)
+    new_row = np.empty(num_rows, np.int64)
+    new_row[rows_by_rank.ravel()] = np.arange(num_rows)
     return new_row[row_of_sample]
 
 
