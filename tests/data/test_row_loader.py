@@ -30,7 +30,7 @@ from megatron_vl.data.loader import RowLoader, build_loader
 from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedBatch
 from megatron_vl.data.planned_rows import PlannedRankRows
 from megatron_vl.data.row_encoder import cook_sample
-from megatron_vl.data.sample.tokenizer import compute_tokenizer_digest
+from megatron_vl.spec.families.hf_folder import compute_tokenizer_digest
 from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, read_description
 from megatron_vl.data.source.energon_datasets import open_sample_reader
