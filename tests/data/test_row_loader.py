@@ -358,7 +358,7 @@ def change_processor(**fields: Any) -> Callable[[Path], None]:
     ("change", "named"),
     [
         (permute_tokens, "saved with tokenizer = '.* give the tokenizer that"),
-        (change_processor(image_mean=[0.5] * 3), "saved with processor.norm = {'mean': .* give the files of the image"),
+        (change_processor(image_mean=[0.5] * 3), "saved with processor.norm = .* give the files of the"),
         (change_processor(resample=2), "saved with processor.resample = 3, this loader has 2"),
         (change_processor(min_frames=6), "saved with processor.video_min_frames = 4, this loader has 6"),
         (change_processor(patch_size=16), r"\(16, 2, 2\) in the image processor, \(14, 2, 2\) in config"),
