@@ -1,4 +1,4 @@
-"""The images install the pinned stack: their files are parsed, and their versions are those of constraints.txt."""
+"""The images install the pinned stack: their files are parsed and compared with constraints.txt."""
 
 from __future__ import annotations
 

@@ -159,7 +159,6 @@ def test_killed_launcher_leaves_no_frames_of_torch(level: dict[str, str], has_fr
     """Unless the user has asked for them."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
     environment |= {"PYTHONPATH": python_path(), **level}
-    done = subprocess.run(
-        [sys.executable, "-c", LOSES_ITS_LAUNCHER], env=environment, capture_output=True, text=True, timeout=60
-    )
+    words = [sys.executable, "-c", LOSES_ITS_LAUNCHER]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "ended\n" and ("frame #0" in done.stderr) == has_frames

@@ -30,7 +30,6 @@ from megatron_vl.data.loader import RowLoader, build_loader
 from megatron_vl.data.packing.batch_planner import BatchPlanner, PlannedBatch
 from megatron_vl.data.planned_rows import PlannedRankRows
 from megatron_vl.data.row_encoder import cook_sample
-from megatron_vl.spec.families.hf_folder import compute_tokenizer_digest
 from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, read_description
 from megatron_vl.data.source.energon_datasets import open_sample_reader
@@ -42,6 +41,7 @@ from megatron_vl.data.source.sample_sizes import (
 )
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families.hf_folder import compute_tokenizer_digest
 from megatron_vl.training.rows.row_message import serialize_row
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint

@@ -281,11 +281,11 @@ def test_assumed_frame_rate_is_counted(tmp_path, capsys):
     for name, data in media.items():
         write(tmp_path / "media" / name, data)
     kinds = ["video" if name.endswith("h264") else "image" for name in media]
+    answer = {"role": "assistant", "content": "That."}
     records = [
-        {"messages": [{"role": "user", "content": f"<{kind}>What?"}, {"role": "assistant", "content": "That."}],
-         f"{kind}s": [name]}
+        {"messages": [{"role": "user", "content": f"<{kind}>What?"}, answer], f"{kind}s": [name]}
         for kind, name in zip(kinds, media, strict=True)
-    ]  # fmt: skip
+    ]
     (tmp_path / "in.json").write_text(json.dumps(records))
     words = ["--input", tmp_path / "in.json", "--media-root", tmp_path / "media", "--out", tmp_path / "out"]
     assert main(["data", "convert", *map(str, words)]) == 0

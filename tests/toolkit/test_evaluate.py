@@ -169,7 +169,8 @@ def test_adapter_of_another_base_is_refused(original, tmp_path):
     adapter = peft_folder(tmp_path / "adapter", original, target_modules=["q_proj"])
     facts = LoraBase(model_digest(HfCheckpoint(original)), str(original)).entry()
     (adapter / EXPORT_FACTS_FILE).write_text(json.dumps(facts))
-    with pytest.raises(WeightsError, match=rf"{adapter} were .* other weights \({original}\) than .* {other},"):
+    refusal = rf"{adapter} were .* other weights \({original}\) than .* {other},"
+    with pytest.raises(WeightsError, match=refusal):
         evaluation.exported_folder(adapter, other, tmp_path / "out")
 
 
