@@ -17,7 +17,12 @@ from typing import Any
 import torch
 
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE, write_chat_template, write_rope_fields
+from megatron_vl.spec.families.hf_folder import (
+    CHAT_TEMPLATE_FILE,
+    text_digests,
+    write_chat_template,
+    write_rope_fields,
+)
 from megatron_vl.spec.families.rope import serving_config
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.lora import trained_table
@@ -39,6 +44,7 @@ from megatron_vl.weights.trained_media import (
     ARGUMENTS_KEY,
     ROPE_KEY,
     TEMPLATE_KEY,
+    TEXT_FIELDS,
     exported_facts,
     trained_facts,
 )
@@ -422,12 +428,27 @@ def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint)
     facts: dict[str, Any] = {}
     if isinstance(trained_source, WeightReader):
         facts = trained_facts(trained_source.path, trained_source.manifest)
+        _check_same_text(trained_source.path, facts, hf_checkpoint.path)
+        facts = {key: value for key, value in facts.items() if key not in TEXT_FIELDS}
         language = trained_source.spec.language
         if facts or language.yarn:
             facts = {ROPE_KEY: language.rope_fields} | facts
     elif isinstance(trained_source, PeftAdapters):
         facts = exported_facts(trained_source.path)
     return exported_facts(hf_checkpoint.path) | facts
+
+
+def _check_same_text(weights_dir: Path, facts: Mapping[str, Any], hf_path: Path) -> None:
+    """Raises :class:`WeightsError` if a run had another tokenizer or chat template than ``hf_path`` has."""
+    recorded = {name: facts[name] for name in TEXT_FIELDS if name in facts}
+    if TEMPLATE_KEY in facts:  # it replaces that of the folder
+        recorded.pop("chat template", None)
+    for name, digest in text_digests(hf_path).items() if recorded else ():
+        if recorded.get(name, digest) != digest:
+            raise WeightsError(
+                f"{weights_dir} was trained with another {name} than that in {hf_path}, although the shapes"
+                " are the same; give the folder that the run had as model.hf"
+            )
 
 
 def _write_training_facts(output_dir: Path, training_facts: dict[str, Any]) -> None:

@@ -97,7 +97,8 @@ def _local_path(reference: str) -> str:
         return reference
     url_parts = urlsplit(reference)
     if url_parts.netloc not in ("", "localhost"):  # file://a.jpg names the machine a.jpg, not a file
-        raise RecordError("bad media reference", f"{reference}: write a path, or file:///ABSOLUTE/PATH")
+        detail = f"{reference[:MAX_SHOWN]}: write a path, or file:///ABSOLUTE/PATH"
+        raise RecordError("bad media reference", detail)
     return unquote(url_parts.path)
 
 

@@ -111,18 +111,20 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
     (tmp_path / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
     write_demo_checkpoint(tmp_path / "checkpoints" / "tiny")
     write_raw_data(tmp_path / "data")
-    output = ""
+    output = errors = ""
     for number, (language, text) in enumerate(block[1:] for block in blocks(document) if block[0]):
         (tmp_path / f"block_{number}.py").write_text(text)
         lines = logical_lines(text) if language == "bash" else [f"block_{number}"]
         for words in (shlex.split(line) for line in lines):
             module = "toolkit" if words[0] == "megatron-vl" else words[0]
             done = run_module(module, words[1:], cwd=tmp_path, is_group=False)
-            output += done.stdout
+            output, errors = output + done.stdout, errors + done.stderr
             assert done.returncode == 0, f"{words}\n{done.stderr[-3000:]}{done.stdout[-1000:]}"
+    assert "NOTE" not in output + errors
     if document.name == "weights.md":
         assert "identical" in output
     if document == ROOT / "README.md":
+        assert "data: 11 of 11 records converted" in errors.splitlines()
         lora = (ROOT / "docs" / "lora.md").read_text().partition("The losses of its four steps are")[2]
         printed = LOSS.findall(document.read_text()) + re.findall(r"\d\.\d{4}", lora)[:4]
         shown = list(map(float, LOSS.findall(output)))

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megatron_vl.system.processes import kill_process_tree, list_children
+from tests.support.ranks import python_path
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -128,3 +130,35 @@ def test_closed_stderr_is_no_bug(tmp_path):
     words += ["--out", str(tmp_path / "out")]
     ended = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True)
     assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+LOSES_ITS_LAUNCHER = """
+import os, signal
+from megatron_vl.system.signals import hide_native_warnings
+hide_native_warnings()
+from torch.distributed import DistError, TCPStore
+reader, writer = os.pipe()
+launcher = os.fork()
+if not launcher:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    os.write(writer, str(store.port).encode())
+    signal.pause()
+store = TCPStore("127.0.0.1", int(os.read(reader, 9)), None, False)
+os.kill(launcher, signal.SIGKILL)
+os.waitpid(launcher, 0)
+try:
+    store.get("anything")
+except DistError:
+    print("ended")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "has_frames"), [({}, False), ({"TORCH_CPP_LOG_LEVEL": "WARNING"}, True)])
+def test_killed_launcher_leaves_no_frames_of_torch(level: dict[str, str], has_frames: bool) -> None:
+    """Unless the user has asked for them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    environment |= {"PYTHONPATH": python_path(), **level}
+    words = [sys.executable, "-c", LOSES_ITS_LAUNCHER]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ended\n" and ("frame #0" in done.stderr) == has_frames

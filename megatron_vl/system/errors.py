@@ -126,6 +126,8 @@ def describe_error(error: BaseException) -> str:
     message = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.errno in _DISK_REMEDIES and error.filename:
         message = f"{error.filename}: {error.strerror}; {_DISK_REMEDIES[error.errno]}"
+    if "Too many open files" in message and "ulimit" not in message:
+        message += "; raise the limit of open files (`ulimit -n`) where the command is started"
     if is_user_fixable(error) and not os.environ.get(TRACEBACK_VARIABLE):
         return message
 

@@ -23,6 +23,8 @@ MEDIA_FIELDS = ("min_pixels", "max_pixels", "video_max_pixels", "video_fps", "vi
 """Fields of ``data``. Areas are in pixels, and the values are those that held for the model."""
 TEMPLATE_KEY = "chat_template"
 ARGUMENTS_KEY = "template_arguments"
+TEXT_FIELDS = ("tokenizer", "chat template")
+"""Digests of what a run's folder turns text into tokens with, which its step and weights alone name."""
 ROPE_KEY = "rope"
 """The rotary positions of training, with the names of ``config.json``."""
 
@@ -97,6 +99,8 @@ def _known_facts(facts: Any) -> dict[str, Any]:
         known[ARGUMENTS_KEY] = arguments  # also none, which replaces those of an earlier export
     if isinstance(facts, dict) and isinstance(facts.get(ROPE_KEY), dict):
         known[ROPE_KEY] = facts[ROPE_KEY]
+    if isinstance(facts, dict):
+        known |= {name: facts[name] for name in TEXT_FIELDS if name in facts}
     return known
 
 

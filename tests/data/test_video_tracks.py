@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -18,10 +19,11 @@ from megatron_vl.data.sample.grids import VideoInfo, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.videos import probe_video, video_planes
-from tests.data.media import video_frames, video_of
+from tests.data.media import video_frames, video_of, write
+from toolkit.cli import main
 
 from .media import encoded
-from .test_images import TURNS, corners
+from .test_images import TURNS, corners, saved
 from .test_video_files import SIDE, written
 
 
@@ -256,7 +258,7 @@ def test_gif_may_show_a_frame_for_longer():
     assert probe_video(gif.getvalue()).frame_count == 20
 
 
-def test_assumed_frame_rate_is_counted():
+def test_assumed_frame_rate_is_counted(tmp_path, capsys):
     """A raw stream has no times. Its first unit says 10 a second; without that, FFmpeg assumes 25.
 
     The eighth byte of that unit begins with 0 1: no cropping, and a description of the rate follows. 0 0 1
@@ -270,3 +272,23 @@ def test_assumed_frame_rate_is_counted():
     bare = raw.replace(unit, unit[:7] + b"\x20")
     assert probe_video(bare) == VideoInfo(60, 25.0, SIDE, SIDE, assumed_fps=True)
     assert inspect_medium("video", "x.h264", bare, 1 << 20).assumed_fps
+
+    # The command counts these videos, and the images of which it takes the first of several.
+    first, second = Image.new("RGB", (56, 56), "red"), Image.new("RGB", (56, 56), "blue")
+    animated = saved(first, "GIF", save_all=True, append_images=[second])
+    media = {"bare.h264": bare, "rate.h264": raw, "two.gif": animated, "three.gif": animated}
+    media["one.gif"] = saved(first, "GIF")
+    for name, data in media.items():
+        write(tmp_path / "media" / name, data)
+    kinds = ["video" if name.endswith("h264") else "image" for name in media]
+    answer = {"role": "assistant", "content": "That."}
+    records = [
+        {"messages": [{"role": "user", "content": f"<{kind}>What?"}, answer], f"{kind}s": [name]}
+        for kind, name in zip(kinds, media, strict=True)
+    ]
+    (tmp_path / "in.json").write_text(json.dumps(records))
+    words = ["--input", tmp_path / "in.json", "--media-root", tmp_path / "media", "--out", tmp_path / "out"]
+    assert main(["data", "convert", *map(str, words)]) == 0
+    said = capsys.readouterr().out
+    assert "5 of 5 records" in said and "\n  1 videos without a frame rate: 2 a second are assumed" in said
+    assert "\n  2 images are animated or have several pages: only the first is used" in said

@@ -6,6 +6,7 @@ import base64
 import errno
 import json
 import os
+import re
 import shutil
 import struct
 import tarfile
@@ -298,6 +299,9 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
         "https://example.com/a.png": "remote medium",
         "data:image/png;base64,@@@": "bad media reference",
         "data:image/png,raw": "bad media reference",
+        "A" * 100_000: "bad media reference",  # base64 that no format is known from
+        "file://" + "A" * 100_000: "bad media reference",
+        "data:image/png;base64,@" + "A" * 100_000: "bad media reference",
         "cut.jpg": "image does not decode",
         "page.png": "image does not decode",
         "bomb.png": "image too large",
@@ -316,7 +320,9 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
 
     assert found.pop(loop) in ("medium missing", "bad media reference")
     assert found == expected
-    lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    listed = (out / "quarantine.jsonl").read_text()
+    assert max(map(len, re.findall("A+", listed))) == 200
+    lines = [json.loads(line) for line in listed.splitlines()]
     assert {(line["file"], line["field"]) for line in lines} == {("in.json", "image"), ("in.json", "video")}
     link = next(line["detail"] for line in lines if line["record"] == list(cases).index("link.png") + 1)
     assert f"link.png leads to {secret}" in link

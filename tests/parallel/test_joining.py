@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_vl import launch
-from megatron_vl.parallel import joining
+from megatron_vl.config import parse_config
+from megatron_vl.parallel import joining, start
 from megatron_vl.system.signals import handle_stop_signals
 from toolkit.common.launch import free_port
 
@@ -94,6 +95,15 @@ def test_wait_for_a_rank_ends_at_a_signal_and_at_its_limit() -> None:
     assert ends_at_sigterm(stopped)
     err = late.stderr.read()
     assert late.wait() == 1 and "JoinError: 1 of 2 ranks" in err and "raise failures.timeout_s" in err
+
+
+@pytest.mark.parametrize(("timeout_s", "limit_s"), [(0, 1800), (60, 300), (600, 1800), (700, 2100)])
+def test_wait_for_ranks_follows_the_timeout_of_failures(monkeypatch, timeout_s: int, limit_s: int) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(start, "init_distributed", lambda *arguments: given.append(arguments[2]))
+    monkeypatch.setattr(start.failures, "watch_ranks", lambda _: None)
+    start.join_ranks(parse_config(["--platform=cpu", f"--failures.timeout_s={timeout_s}"]))
+    assert given == [limit_s]
 
 
 def test_rank_that_comes_after_another_was_asked_to_stop_does_not_wait_for_it(monkeypatch) -> None:

@@ -159,7 +159,7 @@ THREE_HEADS = {"heads": 3, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 CONTEXT: dict[int, list[dict[str, Any]]] = {
     2: [
         case("CP2, qwen2_vl", Q2, steps=SHARED),
-        case("CP2, rows without loss, overlap", steps=NO_LOSS, overlap=True),
+        quick("CP2, rows without loss, overlap", steps=NO_LOSS, overlap=True),
         quick("CP2, language frozen, overlap", steps=SHARED, **NO_LANGUAGE, overlap=True),
         case("CP2, vision frozen, qwen3_vl", Q3, steps=SHARED, freeze=["vision"]),
         case("CP2, vision and merger frozen", steps=SHARED, **NO_VISION),
@@ -294,7 +294,7 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("DP2, qwen2_vl, overlap", Q2, steps=SEVERAL, overlap=True),
         case("training, DP2, overlap, several padded buckets", **TRAIN, **SMALL_BUCKETS),
-        case(
+        quick(
             "training, DP2, overlap, the tower skipped by one rank and by both",
             steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK, TEXT_ALL],
             train=True,

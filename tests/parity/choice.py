@@ -8,6 +8,8 @@ from typing import Any
 
 WAYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap", "decoupled", "distributed_optimizer")
 """Fields that say how a step's work is divided or overlapped."""
+TEXT_ONLY = {"text", "short_text", "without_loss"}
+"""Samples without images and videos."""
 
 
 def choose(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | None = None) -> list[str]:
@@ -52,6 +54,10 @@ def demands(case: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for way in ways if case.get("train") else ():
         if needed in (None, way):
             yield "train", way
+    if case.get("train") and any(all(set(row) <= TEXT_ONLY for row in step) for step in case["steps"]):
+        yield "train", "the tower skipped by every rank"  # no gradient comes for its buckets
+    if needed == "cp" and any("without_loss" in row for step in case["steps"] for row in step):
+        yield "cp", "rows without loss"
     for ranks in {"tp", "pp", "cp"} & {*ways}:
         if needed in (None, ranks):
             yield case.get("family", ""), ranks
@@ -68,9 +74,8 @@ def settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
     kinds = {kind for step in case["steps"] for row in step for kind in row}
     found |= {("sample", kind) for kind in kinds}
 
-    text_only = {"text", "short_text", "without_loss"}
     rows = [row for step in case["steps"] for row in step]
-    if kinds - text_only and any(set(row) <= text_only for row in rows):
+    if kinds - TEXT_ONLY and any(set(row) <= TEXT_ONLY for row in rows):
         found.add(("rows", "with and without images"))
     if any(len(row) > 1 for row in rows):
         found.add(("rows", "packed"))

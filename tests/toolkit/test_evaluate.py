@@ -20,7 +20,11 @@ from pandas import DataFrame
 from PIL import Image
 
 from converters.convert import convert_weights, export_weights, reshard_weights
+from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.system.errors import UsageError
+from megatron_vl.weights.model_digest import LoraBase, model_digest
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
+from megatron_vl.weights.tensor_files import WeightsError
 from tests.converters.peft_models import peft_folder
 from tests.tiny import tiny_checkpoint
 from tests.toolkit.evaluation import answers_letters, damage, photograph_table, write_table
@@ -158,6 +162,16 @@ def test_adapter_is_merged_and_scored_as_the_trained_checkpoint(original, tmp_pa
     scored = evaluation.folder_hash(exported)
     assert scored == evaluation.folder_hash(tmp_path / "merged") != evaluation.folder_hash(original)
     assert evaluation.exported_folder(original, original, tmp_path / "unused") == original
+
+
+def test_adapter_of_another_base_is_refused(original, tmp_path):
+    other = tiny_checkpoint("qwen2_5_vl", layers=28, seed=5)
+    adapter = peft_folder(tmp_path / "adapter", original, target_modules=["q_proj"])
+    facts = LoraBase(model_digest(HfCheckpoint(original)), str(original)).entry()
+    (adapter / EXPORT_FACTS_FILE).write_text(json.dumps(facts))
+    refusal = rf"{adapter} were .* other weights \({original}\) than .* {other},"
+    with pytest.raises(WeightsError, match=refusal):
+        evaluation.exported_folder(adapter, other, tmp_path / "out")
 
 
 def test_permuted_projection_changes_an_answer(original, damaged, table, tmp_path):

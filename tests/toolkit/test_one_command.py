@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from megatron_vl.config import TrainConfig, parse_config, validate_config
 from megatron_vl.data.source.location import LoaderError
 from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
-from tests.support.ranks import run_module
+from tests.support.ranks import python_path, run_module
 from toolkit.cli import main
 from toolkit.train import prepare
 from toolkit.train.options import TrainOptions
@@ -93,6 +94,20 @@ def test_preparation_chooses_what_the_user_leaves_out(
     for path, run_dir in {**named, "synthetic:text": "", "": ""}.items():
         words = [f"--data.path={path}"]
         assert parse_config(with_run_dir(words, parse_config(words))).checkpoint.dir == run_dir
+
+
+@pytest.mark.slow
+def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path: Path, tiny_checkpoint) -> None:
+    words = ["train", "--platform", "cpu", "--model.hf", tiny_checkpoint("qwen2_5_vl")]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_vl", *words, "--data.path", questions(tmp_path / "raw"),
+         "--media-root", tmp_path / "raw" / "media"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "6 of 6 records converted" in done.stderr and "quarantine" not in done.stderr
+    remedy = "Too many open files; raise the limit of open files (`ulimit -n`) where"
+    assert done.returncode == 0 or remedy in done.stderr
 
 
 def test_validation_split_is_part_of_what_was_converted(

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from converters.convert import convert_weights, export_weights, reshard_weights
+from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.security.payload import edit
 from tests.support.tiny_run import LAYOUT, metrics, trained
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.demo.reference import DemoReference
@@ -40,6 +43,24 @@ def test_one_line_a_step(whole: Path) -> None:
 
 def test_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:
     assert sorted(path.name for path in whole.glob("step_*")) == ["step_00000004", "step_00000006"]
+
+
+@pytest.mark.parametrize("other", ["tokenizer", "chat template"])
+def test_export_with_the_text_rules_of_another_folder_is_refused(prepared, whole, tmp_path, other) -> None:
+    """Its shapes do not show it. Merged weights keep what the run recorded."""
+    shutil.copytree(prepared["hf"], folder := tmp_path / "other")
+    if other == "tokenizer":
+        edit(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
+    else:
+        (folder / "chat_template.json").unlink(missing_ok=True)
+        (folder / "chat_template.jinja").write_text("another {{ messages }}")
+    reshard_weights(whole, tmp_path / "merged")
+    for weights in (whole, tmp_path / "merged"):
+        with pytest.raises(WeightsError, match=f"^{weights}.* another {other} than that in {folder},"):
+            export_weights(weights, folder, tmp_path / "out")
+        export_weights(weights, prepared["hf"], tmp_path / f"of {weights.name}")
+    convert_weights(prepared["hf"], tmp_path / "released")  # which no run has trained
+    export_weights(tmp_path / "released", folder, tmp_path / "out")
 
 
 EVALUATION = ["--eval.interval", "3", "--eval.rows", "3"]

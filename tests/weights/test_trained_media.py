@@ -15,7 +15,7 @@ from megatron_vl.data.sample.chat import PROBE_TURNS, ChatEncoder
 from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_template
 from megatron_vl.data.sample.pixel_settings import media_limits_note
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
+from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template, text_digests
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.trained_media import exported_media
@@ -86,7 +86,8 @@ def test_a_given_template_is_the_only_one_of_the_export(hf: Path, step: Path, tm
     """Also of weights that were split and merged, and of an export that was converted and exported again."""
     template = read_run_template(hf, TOOLS_TEMPLATE)
     edit(hf / "tokenizer_config.json", chat_template="that of a text model")  # as the released Qwen2.5-VL
-    write_run_json(step, {"fields": RUN_FIELDS | {"data.chat_template": template}})
+    digests = text_digests(hf) | {"chat template": "CRC-32 of the given one"}
+    write_run_json(step, {"fields": RUN_FIELDS | {"data.chat_template": template} | digests})
     reshard_weights(step, tmp_path / "split", {"tp": 2, "pp": 1})
     reshard_weights(tmp_path / "split", tmp_path / "merged")
     export_weights(tmp_path / "merged", hf, tmp_path / "out")

@@ -50,9 +50,10 @@ from megatron_vl.data.sample.conversation_checks import (
 from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.parts import ExchangeStart
 from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
-from megatron_vl.data.sample.tokenizer import check_embedding_rows, compute_tokenizer_digest, shared_tokenizer
+from megatron_vl.data.sample.tokenizer import check_embedding_rows, shared_tokenizer
 from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families.hf_folder import compute_tokenizer_digest
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 from megatron_vl.system.errors import is_machine_fault
 

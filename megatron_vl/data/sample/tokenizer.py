@@ -8,8 +8,6 @@ their pattern joins combining marks to letters, so that it gives other ids than 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -98,17 +96,3 @@ def check_embedding_rows(tokenizer: Tokenizer, embedding_rows: int, hf_dir: str 
             f" rows with `megatron-vl convert --hf {hf_dir} --add-tokens FILE --out NEW_FOLDER` (FILE may be"
             " empty), or remove the added tokens"
         )
-
-
-def compute_tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """A digest of vocabulary, merges, added tokens, normaliser, pre-tokenizer and post-processor.
-
-    It does not depend on how a file writes them, nor on what only turns tokens into text.
-    """
-    tokenizer_fields = json.loads(tokenizer.to_str())
-    for name in ("version", "truncation", "padding", "decoder"):
-        del tokenizer_fields[name]
-    # Versions of the library write merges as pairs or as texts.
-    merges = tokenizer_fields["model"].get("merges", ())
-    tokenizer_fields["model"]["merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
-    return hashlib.sha256(json.dumps(tokenizer_fields, sort_keys=True).encode()).hexdigest()[:16]

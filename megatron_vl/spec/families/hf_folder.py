@@ -6,7 +6,9 @@ contradict each other, of which one would be read in silence, and those with fil
 
 from __future__ import annotations
 
+import hashlib
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,32 @@ def read_chat_template(hf_dir: str | Path, *, is_required: bool = True) -> str:
                 " model is not to be trained and served with"
             )
     return first_template
+
+
+def text_digests(hf_path: Path) -> dict[str, str]:
+    """Digests of tokenizer.json and chat template, as a run records them; of what the folder has."""
+    from tokenizers import Tokenizer
+
+    digests = {}
+    if template := read_chat_template(hf_path, is_required=False):
+        digests["chat template"] = f"CRC-32 {zlib.crc32(template.encode()):08x}"
+    if (tokenizer_path := hf_path / "tokenizer.json").is_file():
+        digests["tokenizer"] = compute_tokenizer_digest(Tokenizer.from_file(str(tokenizer_path)))
+    return digests
+
+
+def compute_tokenizer_digest(tokenizer: Any) -> str:
+    """A digest of vocabulary, merges, added tokens, normaliser, pre-tokenizer and post-processor.
+
+    It does not depend on how a file writes them, nor on what only turns tokens into text.
+    """
+    tokenizer_fields = json.loads(tokenizer.to_str())
+    for name in ("version", "truncation", "padding", "decoder"):
+        del tokenizer_fields[name]
+    # Versions of the library write merges as pairs or as texts.
+    merges = tokenizer_fields["model"].get("merges", ())
+    tokenizer_fields["model"]["merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
+    return hashlib.sha256(json.dumps(tokenizer_fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_chat_template(hf_path: Path, template: str) -> None:
