@@ -66,14 +66,21 @@ def test_fp8_values_are_read_once_for_values_and_scales(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("family", "apart"),
-    [("qwen3_vl", False), ("qwen3_5", False), ("qwen3_5_moe", True)],
+    ("family", "apart", "block_size", "sizes"),
+    [
+        ("qwen3_vl", False, (16, 32), SIZES),
+        ("qwen3_5", False, (16, 32), SIZES),
+        ("qwen3_5_moe", True, (16, 32), SIZES),
+        ("qwen3_vl", False, (128, 128), WHOLE_BLOCKS),
+    ],
 )
-def test_fp8_weights_equal_those_of_transformers(tmp_path: Path, family: str, apart: bool) -> None:
+def test_fp8_weights_equal_those_of_transformers(
+    tmp_path: Path, family: str, apart: bool, block_size: tuple[int, int], sizes: dict[str, Any]
+) -> None:
     """Bit for bit in the type of the folder, and with the same values in float32."""
     from transformers import AutoModelForImageTextToText, FineGrainedFP8Config
 
-    hf = fp8_folder(tmp_path / "hf", family, experts_apart=apart)
+    hf = fp8_folder(tmp_path / "hf", family, block_size, experts_apart=apart, sizes=sizes)
     options = {"dtype": torch.bfloat16, "quantization_config": FineGrainedFP8Config(dequantize=True)}
     theirs = AutoModelForImageTextToText.from_pretrained(hf, **options).state_dict()
     source = HfCheckpoint(hf)

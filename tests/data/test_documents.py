@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
+from data_tools.sample_sources import open_encoder
+from data_tools.statistics import count_statistics
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import validation_rows
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
@@ -347,6 +349,31 @@ def test_document_with_a_medium_that_fits_no_row_is_left_out(tmp_path):
     rows = list(open_loader(settings(path), tiny_checkpoint("qwen2_5_vl"), epochs=1))
     assert [row.dropped_counts for row in rows if row.dropped_counts] == [{"longer than seq_len": 1}]
     assert set(tokens_by_sample(rows)) == {(0, "000000001")}
+
+
+@pytest.mark.parametrize("rule", ["cut", "drop"])
+def test_tokens_that_each_rule_keeps_by_hand(tmp_path, rule):
+    """Documents of 8, 141 and 105 tokens (the last one's image has 100); conversations whose exchanges have
+    15, 133 and 17 tokens after a system turn of 10, and 133 after the default one of 14."""
+    write(tmp_path / "media/b.png", encoded(280, 280, "png"))
+    records = [{"text": "Hi you."}, {"text": "Hi you." * 20}, {"text": "Hi", "image": "b.png"}]
+    records.append({"conversations": [*turns(1), *turns(60), *turns(2)], "system": "No."})
+    path = converted(tmp_path, [*records, {"conversations": turns(60)}])[0]
+    hf, data = tiny_checkpoint("qwen2_5_vl"), settings(path, too_long=rule)
+    rows = list(open_loader(data, hf, epochs=1))
+    counts = count_statistics(open_encoder(data, read_spec(hf), hf), hf).token_counts()
+    trained = sum(len(tokens) for drawn in tokens_by_sample(rows).values() for tokens, _ in drawn)
+    lost = 105 + 14 + 133
+    if rule == "drop":
+        nothing = dict.fromkeys(("samples", "parts", "tokens", "lost_exchanges", "lost_tokens"), 0)
+        lost += 141 + 10 + 15 + 133 + 17
+        assert counts == {"whole": 8, "cut": nothing, "left_out": {"longer than seq_len": lost}}
+        assert trained == 8
+        return
+    kept = 141 + (10 + 15) + (10 + 17)
+    cut = {"samples": 2, "parts": 3 + 2, "tokens": kept, "lost_exchanges": 1, "lost_tokens": 10 + 133}
+    assert counts == {"whole": 8, "cut": cut, "left_out": {"longer than seq_len": lost}}
+    assert trained == 8 + kept
 
 
 def test_weight_of_a_document_multiplies_its_losses(tmp_path):

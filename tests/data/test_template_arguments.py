@@ -14,6 +14,7 @@ from megatron_vl.config import DataConfig, parse_config
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError, ChatTemplateError
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id, missing_sizes_advice
+from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from tests.data.datasets import converted, open_loader
@@ -133,8 +134,12 @@ def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
     assert """ --data.template_arguments '{"add_vision_id": true}'`""" in advice
 
     state = open_loader(without, hf).state_dict()
+    with pytest.raises(LoaderStateError, match=r"saved with template_arguments = \{\}, this loader has \{"):
+        open_loader(numbered, hf).load_state_dict(state)
     del state["identity"]["template_arguments"]  # as version 0.2.0 wrote it
     open_loader(without, hf).load_state_dict(state)
+    with pytest.raises(LoaderStateError, match=r"set data\.template_arguments back"):
+        open_loader(numbered, hf).load_state_dict(state)
 
 
 def test_exports_name_the_arguments(tmp_path) -> None:

@@ -1,4 +1,5 @@
-"""A run over documents and conversations moves between layouts, with parts of documents on their way."""
+"""A run over documents, text, pairs in tars and conversations moves between layouts, with parts of documents
+on their way."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted
+from tests.data.pair_tars import index, write_pair_tars
 from tests.data.test_documents import documents
 from tests.support.tiny_run import metrics, prepare, trained
 from tests.tiny import tiny_checkpoint
@@ -24,15 +26,23 @@ def samples(run: Path) -> dict[int, list[str]]:
     return {line["step"]: sorted(sum(line["rows"], [])) for line in metrics(run, "samples.jsonl")}
 
 
-def test_documents_and_conversations_survive_changes_of_layout(tmp_path: Path) -> None:
+def test_documents_pairs_and_conversations_survive_changes_of_layout(tmp_path: Path) -> None:
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
     prepared = prepare(tmp_path / "prepared", hf, samples=12)
     path = converted(tmp_path, documents(tmp_path))[0]
-    index_datasets(DataConfig(path=str(path)), read_spec(hf), hf)
+    (tmp_path / "written").mkdir()
+    texts = [{"text": f"Text {i}. " + "word " * (9 * i)} for i in range(6)]
+    written = converted(tmp_path / "written", texts)[0].rename(tmp_path / "texts")
+    for folder in (path, written):
+        index_datasets(DataConfig(path=str(folder)), read_spec(hf), hf)
+    write_pair_tars(tmp_path / "tars", tars=2, pairs=6)
+    index(tmp_path / "pairs", hf, tmp_path / "tars")
     mixture = tmp_path / "mixture.yaml"
     mixture.write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        f"      - {{path: {path}, weight: 2}}\n      - {{path: {prepared['data']}, weight: 1}}\n"
+        f"      - {{path: {path}, weight: 2}}\n      - {{path: {prepared['data']}, weight: 4}}\n"
+        f"      - {{path: {tmp_path / 'pairs'}, weight: 6}}\n"
+        f"      - {{path: {written}, weight: 2}}\n"
     )
     options = [*OPTIONS, "--data.path", str(mixture)]
     trained(prepared, tmp_path / "whole", *options, ranks=1)
@@ -47,3 +57,7 @@ def test_documents_and_conversations_survive_changes_of_layout(tmp_path: Path) -
     for line in metrics(run):
         assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
         assert {"source/out/loss", "source/data/loss_tokens_seen"} <= set(line)
+    assert all(line[f"source/{name}/samples_seen"] > 0 for name in ("out", "texts", "pairs", "data"))
+    assert {name: line[name] for name in line if "_seen" in name} == {
+        name: value for name, value in metrics(tmp_path / "whole")[-1].items() if "_seen" in name
+    }
