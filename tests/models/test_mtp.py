@@ -15,7 +15,7 @@ from megatron_vl.models.batch import WholeRow
 from megatron_vl.training.step import run_schedule
 from tests.models.mtp_reference import Reference, write_reference
 from tests.support.ranks import call, in_ranks
-from tests.support.tiny_trainer import run_passes, trainer_of
+from tests.support.tiny_trainer import differences, run_passes, trainer_of
 from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import draw_samples, pack_step
 from toolkit.parity.worker import gradient_errors
@@ -85,6 +85,23 @@ def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, An
         numbers=numbers,
         fields=fields | mtp,
     )
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [(DENSE, SP), (DENSE + " tied", SP), (EXPERTS, {"ep": 2}), (DENSE, {"pp": 2})]
+)
+@in_ranks(2)
+def test_head_gives_the_model_no_gradient(family: str, layout: dict[str, Any]) -> None:
+    """Those of trunk, embedding and output layer are the same to the bit with and without the layer."""
+    gradients = []
+    for loss in (0.0, FACTOR):
+        trainer = trainer_of(folder_of(family), SEQ_LEN, optimizer=False, mtp={"loss": loss}, **layout)
+        run_passes(trainer, KINDS)
+        gradients.append({live.tensor_name: live.parameter.main_grad for live in trainer.live_tensors})
+    plain, beside = gradients
+    assert len(plain) > 10 and any(gradient.any() for gradient in plain.values())
+    assert all(gradient.any() for name, gradient in beside.items() if name.startswith("mtp.fc"))
+    assert not differences(plain, {name: each for name, each in beside.items() if name[:4] != "mtp."})
 
 
 def ahead(lengths: list[int], mask: list[float], part: slice) -> tuple[list[int], list[float]]:
