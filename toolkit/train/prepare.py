@@ -91,10 +91,12 @@ def prepare_run(
 def _check_model(config: TrainConfig) -> None:
     """Refuses a model that cannot be trained before its data are written. Imports torch."""
     from megatron_vl.spec.families import read_spec
+    from megatron_vl.weights.run_folder import find_latest_checkpoint
     from megatron_vl.weights.weight_reader import find_weights_dir
 
     read_spec(config.model.hf)
-    if config.model.checkpoint not in ("", RANDOM_WEIGHTS):
+    is_resumed = find_latest_checkpoint(Path(config.checkpoint.dir)) is not None
+    if config.model.checkpoint not in ("", RANDOM_WEIGHTS) and not is_resumed:
         find_weights_dir(config.model.checkpoint)
 
 
