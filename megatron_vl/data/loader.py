@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families.hf_folder import compute_template_digest
 
 READ_AHEAD = 256
 """Number of samples of a validation split that are read ahead from an object store."""
@@ -102,7 +102,7 @@ def _loader_identity(
         "too_long": data_config.too_long,
         # These determine the lengths of samples, and so the rows.
         "pixels": [pixel_settings.pop(name) for name in PIXEL_FIELDS],
-        "chat_template": zlib.crc32(chat_encoder.chat_template.encode()),
+        "chat_template": compute_template_digest(chat_encoder.chat_template),
         "template_arguments": data_config.template_arguments,
         "tokenizer": chat_encoder.tokenizer_digest(),
         # Those that come from the processor's files, such as processor.patch_size.

@@ -21,6 +21,7 @@ from megatron_vl.data.sample.stop_tokens import serving_notes
 from megatron_vl.data.source.blend import blend_change_lines, read_saved_sources, summarize_blend
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
+from megatron_vl.spec.families.hf_folder import describe_template_digest
 from megatron_vl.system.json_files import check_format_version
 
 STATE_VERSION = 1
@@ -110,9 +111,8 @@ class RowLoader:
     @property
     def model_folder_settings(self) -> dict[str, Any]:
         """What comes from the folder of the model, for messages: digests, and settings of the processor."""
-        template_digest = f"CRC-32 {self._identity['chat_template']:08x}"
         return {
-            "chat template": template_digest,
+            "chat template": describe_template_digest(self._identity["chat_template"]),
             "tokenizer": self._identity["tokenizer"],
             **{name: value for name, value in self._identity.items() if name.startswith(PROCESSOR_PREFIX)},
         }

@@ -90,10 +90,11 @@ class RunPrediction:
         tower_flops = peak_flops if layout.decoupled else stage_flops
         layer_seconds, seconds_by_kind = [], {}
         for kind, layer in zip(layer_kinds(self.spec, self.config.lora), flops.layers, strict=True):
-            if kind[:2] not in seconds_by_kind:
-                seconds_by_kind[kind[:2]] = self._message_seconds(kind)
+            kind_without_adapters = kind[:2]  # which no message carries
+            if kind_without_adapters not in seconds_by_kind:
+                seconds_by_kind[kind_without_adapters] = self._message_seconds(kind)
             compute = layer.dense / efficiencies.decoder + layer.experts / efficiencies.experts
-            layer_seconds.append(compute / stage_flops + seconds_by_kind[kind[:2]])
+            layer_seconds.append(compute / stage_flops + seconds_by_kind[kind_without_adapters])
         output_seconds = flops.output / efficiencies.output / stage_flops
         tower_seconds = flops.tower / efficiencies.tower / tower_flops + self._tower_message_seconds()
         return layer_seconds, output_seconds, tower_seconds

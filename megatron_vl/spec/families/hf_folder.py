@@ -238,10 +238,20 @@ def text_digests(hf_path: Path) -> dict[str, str]:
 
     digests = {}
     if template := read_chat_template(hf_path, is_required=False):
-        digests["chat template"] = f"CRC-32 {zlib.crc32(template.encode()):08x}"
+        digests["chat template"] = describe_template_digest(compute_template_digest(template))
     if (tokenizer_path := hf_path / "tokenizer.json").is_file():
         digests["tokenizer"] = compute_tokenizer_digest(Tokenizer.from_file(str(tokenizer_path)))
     return digests
+
+
+def compute_template_digest(template: str) -> int:
+    """The CRC-32 by which a loader's state knows a chat template."""
+    return zlib.crc32(template.encode())
+
+
+def describe_template_digest(digest: int) -> str:
+    """The digest as ``run.json`` and manifests have it."""
+    return f"CRC-32 {digest:08x}"
 
 
 def compute_tokenizer_digest(tokenizer: Any) -> str:
