@@ -6,6 +6,9 @@ Head dimensions are the released ones (80 in the tower, 72 in Qwen3-VL's; 128 in
 and 128 in Qwen3.5's), every row has at least two samples and two images, RoPE is the fused one. Exit code 1
 when a case fails.
 
+Cases of multi-token prediction ("mtp") are compared with the plain layer of
+:mod:`tests.models.mtp_reference`: hidden states, the loss of each token, and gradients.
+
 With ``--platform cpu``, a tower with LayerNorm, such as Qwen3-VL's, fails in the gradients of its norms,
 although losses and outputs agree. On CPU, torch 2.11's LayerNorm sums these gradients over rows in bf16, so
 their error grows with the rows in a call: about 2 % for 400 patches, 4 to 6 % for 1,600. The tower takes
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,10 +30,13 @@ from typing import Any
 import torch
 
 from converters.convert import convert_weights
+from megatron_vl.platform import Platform
+from tests.models import mtp_reference
 from tests.parity.cases import FULL, MOE, MOE35, Q2, Q3, Q25, Q35, TP2_SP
 from tests.parity.test_parity import with_yarn
 from tests.support.tiny_run import torchrun
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
+from toolkit.parity import worker
 from toolkit.parity.case import ParityCase, write_cases
 
 SIZES = {
@@ -92,6 +99,8 @@ TP2_PP2 = {**TP2_SP, "pp": 2, "overlap": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OFFLOADED = {**FULL, "offload_inputs": True}
 SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "layernorm", "activation"]}
+MTP: dict[str, Any] = {"mtp": {"loss": 0.3, "trains": "all"}, "optimizer": False}
+MTP_HEAD: dict[str, Any] = {"mtp": {"loss": 0.3}, "optimizer": False}
 
 
 def case(name: str, family: str = Q25, steps: Sequence[Any] = (ROWS,), **fields: Any) -> dict[str, Any]:
@@ -122,6 +131,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("full recompute, inputs in host memory, qwen3_5", Q35, recompute=OFFLOADED),
         case("selective recompute, qwen3_5", Q35, recompute=SELECTIVE),
         case("one rank, qwen3_5 with experts", MOE35, steps=[ROWS] * 2),
+        case("mtp, one rank, qwen3_5", Q35, **MTP),
+        case("mtp, head, one rank, qwen3_5", Q35, **MTP_HEAD),
+        case("mtp, full recompute, inputs in host memory, qwen3_5", Q35, **MTP, recompute=OFFLOADED),
+        case("mtp, one rank, qwen3_5 with experts", MOE35, **MTP),
     ],
     2: [
         case("CP2, YaRN, qwen3_5", Q35, cp=2, yarn=YARN),
@@ -146,6 +159,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, qwen3_5", Q35, pp=2, layers=[1, 3]),
         case("DP2, qwen3_5, overlap", Q35, overlap=True, steps=THREE_STEPS),
         case("EP2, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=THREE_STEPS),
+        case("mtp, TP2 + SP, qwen3_5", Q35, **MTP, **TP2_SP),
+        case("mtp, PP2 x VPP2, qwen3_5", Q35, **MTP, pp=2, vpp=2),
+        case("mtp, CP2, qwen3_5", Q35, **MTP, cp=2),
+        case("mtp, head, CP2, EP2, qwen3_5 with experts", MOE35, **MTP_HEAD, cp=2, ep=2),
     ],
     4: [
         case("CP2 x TP2 + SP", cp=2, **TP2_SP, steps=[ROWS, TEXT_LAST]),
@@ -205,8 +222,8 @@ def main() -> int:
     write_cases(cases, work / "cases.json")
     out = (args.out or work) / f"parity_{args.ranks}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    worker = ["-m", "toolkit.parity.worker", str(work / "cases.json"), str(out), args.platform]
-    done = subprocess.run([*torchrun(args.ranks), *worker], check=False)
+    program = ["-m", "tests.gpu.parity", str(work / "cases.json"), str(out), args.platform]
+    done = subprocess.run([*torchrun(args.ranks), *program], check=False)
     for name, result in json.loads(out.read_text()).items():
         for number, step in enumerate(result.get("steps", [])):
             error, theirs = step["gradient_error"], step["transformers_bf16_gradient_error"]
@@ -214,10 +231,22 @@ def main() -> int:
                 f"{'ok    ' if step['ok'] else 'FAILED'} {name} | step {number} | loss {step['loss']:.6f} "
                 f"transformers {step['reference']:.6f} ({step['loss_error']:.1e}) | gradient error "
                 f"{error:.3f} transformers {theirs:.3f} | worst {next(iter(step['worst']))}"
+                + "".join(f" | {key} {step[key]}" for key in ("mtp", "outputs", "departs") if step.get(key))
             )
 
     return done.returncode
 
 
+def run_as_rank(arguments: list[str]) -> int:
+    """Runs the parity worker, but cases of multi-token prediction by :mod:`tests.models.mtp_reference`."""
+    run_plain_case = worker.run_case
+
+    def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
+        return mtp_reference.run_case(case, platform) if case.mtp else run_plain_case(case, platform)
+
+    worker.run_case = run_case
+    return worker.main(arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_as_rank(sys.argv[1:]) if "RANK" in os.environ else main())

@@ -1,13 +1,15 @@
-"""Multi-token prediction in plain torch, on the outputs of the ``transformers`` model.
+"""Multi-token prediction in plain torch, on the outputs of the ``transformers`` model, and how a layout is
+compared with it.
 
 Written from what the serving engines compute: ``qwen3_5_mtp.py`` of vLLM (01d99805d1ef) and SGLang
 (008b79d2358b). At token t, they concatenate the normalised embedding of token t + 1 and the normalised last
 hidden state of t, in this order, and run one layer with full attention at the position of t, a norm, and the
-model's output layer.
+model's output layer. Norms, softmax, rotation and losses are computed in float32.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import tempfile
@@ -23,13 +25,30 @@ from converters.convert import _write_weights
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
+from megatron_vl.parallel.process_groups import broadcast_from_rank_0
+from megatron_vl.platform import Platform
 from megatron_vl.spec.families import read_spec
-from toolkit.parity.case import draw_samples
+from megatron_vl.spec.lora import trained_table
+from megatron_vl.training.trainer import Trainer
+from megatron_vl.weights.weight_reader import WeightReader
+from tests.support.tiny_trainer import gather, run_passes
+from toolkit.parity.case import ParityCase, build_case, draw_samples
+from toolkit.parity.errors import relative_error
 from toolkit.parity.reference import gradients_by_name, hf_inputs, load_hf_for_training
+from toolkit.parity.tolerances import (
+    ACTIVATION_TOLERANCE,
+    BF16_ACTIVATION_RATIO,
+    BF16_LOSS_TOLERANCE,
+    BF16_ROUNDING,
+    LOSS_TOLERANCE,
+)
+from toolkit.parity.worker import compare_one_pass, gradient_errors
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight)
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+    return (wide * scale * (1 + weight.float())).type_as(x)
 
 
 def rotate(x: Tensor, position_ids: Tensor, rope: dict[str, Any]) -> Tensor:
@@ -43,7 +62,7 @@ def rotate(x: Tensor, position_ids: Tensor, rope: dict[str, Any]) -> Tensor:
     angle = torch.stack(angles, -1)[:, None]
     first, second = x[..., :half], x[..., half:rotated]
     turned = (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin())
-    return torch.cat((*turned, x[..., rotated:]), -1)
+    return torch.cat((*turned, x[..., rotated:]), -1).type_as(x)
 
 
 def attention(x: Tensor, w: dict[str, Tensor], position_ids: Tensor, text: dict[str, Any]) -> Tensor:
@@ -54,8 +73,9 @@ def attention(x: Tensor, w: dict[str, Tensor], position_ids: Tensor, text: dict[
     query, key = (rotate(each, position_ids, text["rope_parameters"]) for each in (query, key))
     key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * d**-0.5
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
-    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+    is_later = torch.ones(length, length, device=x.device).triu(1).bool()
+    weights = scores.float().masked_fill(is_later, float("-inf")).softmax(-1).type_as(x)
+    mixed = torch.einsum("hqk,khd->qhd", weights, value)
     return (mixed * gate.sigmoid()).flatten(1) @ w["self_attn.o_proj.weight"].T
 
 
@@ -67,9 +87,10 @@ def feed_forward(x: Tensor, w: dict[str, Tensor], text: dict[str, Any]) -> Tenso
     names = ("gate_proj", "up_proj", "down_proj")
     if "mlp.gate.weight" not in w:
         return swiglu(x, *(w[f"mlp.{name}.weight"] for name in names))
-    probabilities = (x @ w["mlp.gate.weight"].T).softmax(-1)
+    probabilities = (x @ w["mlp.gate.weight"].T).float().softmax(-1)
     chosen, experts = probabilities.topk(text["num_experts_per_tok"], -1)
     chosen = torch.zeros_like(probabilities).scatter(1, experts, chosen / chosen.sum(-1, keepdim=True))
+    chosen = chosen.type_as(x)
     output = swiglu(x, *(w[f"mlp.shared_expert.{name}.weight"] for name in names))
     output = output * (x @ w["mlp.shared_expert_gate.weight"].T).sigmoid()
     for expert in range(text["num_experts"]):
@@ -95,23 +116,23 @@ def predict(
 
 
 class Reference:
-    """The ``transformers`` model and the layer's weights, in float32."""
+    """The ``transformers`` model and the layer's weights."""
 
-    def __init__(self, hf: str | Path) -> None:
-        self.hf, self.spec = Path(hf), read_spec(hf)
-        self.model = load_hf_for_training(hf)
+    def __init__(self, hf: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.hf, self.spec, self.device = Path(hf), read_spec(hf), device
+        self.model = load_hf_for_training(hf, dtype, device)
         self.text = json.loads((self.hf / "config.json").read_text())["text_config"]
         self.weights = {
-            name: tensor.float().requires_grad_()
+            name: tensor.to(device, dtype).requires_grad_()
             for file in sorted(self.hf.glob("*.safetensors"))
             for name, tensor in load_file(file).items()
             if name.startswith("mtp.")
         }
 
     def outputs(self, sample: TokenizedSample, trains: str) -> dict[str, Tensor]:
-        """Of one sample: losses of its tokens (S - 1) and of those two ahead (S - 2), whether the layer ranks
-        the latter first, and its hidden states."""
-        inputs = hf_inputs([sample], self.spec, read_pixel_norm(self.hf))
+        """Of one sample, on the host: the losses of its tokens (S - 1) and of those two ahead (S - 2), which
+        are 0 if they do not count, whether the layer ranks the latter first, and its hidden states."""
+        inputs = hf_inputs([sample], self.spec, read_pixel_norm(self.hf), self.device)
         seen: dict[str, Any] = {}
         language_model = self.model.model.language_model
         hook = language_model.register_forward_pre_hook(
@@ -120,50 +141,178 @@ class Reference:
         hidden = self.model.model(**inputs, use_cache=False).last_hidden_state[0]
         hook.remove()
         ids, output = inputs["input_ids"][0], self.model.lm_head.weight
-        losses = F.cross_entropy(hidden[:-1] @ output.T, ids[1:], reduction="none")
+        losses = F.cross_entropy((hidden[:-1] @ output.T).float(), ids[1:], reduction="none")
 
         embeddings, positions = seen["inputs_embeds"][0], torch.arange(len(ids)).expand(3, -1)
         if seen["position_ids"] is not None:  # a sample with media
             positions = seen["position_ids"][-3:, 0]
         if trains == "head":
             embeddings, hidden, output = embeddings.detach(), hidden.detach(), output.detach()
-        states = predict(self.weights, embeddings, hidden, positions, self.text)
-        logits = states[:-1] @ output.T
+        states = predict(self.weights, embeddings, hidden, positions.to(self.device), self.text)
+        logits = (states[:-1] @ output.T).float()
         mtp_losses = F.cross_entropy(logits, ids[2:], reduction="none")
         return {
-            "losses": losses,
-            "mtp_losses": mtp_losses,
-            "is_first": logits.argmax(-1) == ids[2:],
-            "states": states,
+            "losses": losses.cpu() * sample.loss_mask[1:],
+            "mtp_losses": mtp_losses.cpu() * sample.loss_mask[2:],
+            "is_first": (logits.argmax(-1) == ids[2:]).cpu() & sample.loss_mask[2:].bool(),
+            "states": states.float().cpu(),
         }
 
-    def gradients(self, samples: list[TokenizedSample], factor: float, trains: str) -> list[float]:
-        """Runs the backward pass of the whole loss. Returns [loss, loss of the layer, targets, first]."""
+    def run(
+        self, samples: list[TokenizedSample], factor: float, trains: str
+    ) -> tuple[list[float], dict[str, Tensor]]:
+        """Runs forward and backward passes of the whole loss.
+
+        Returns:
+            ([loss, loss of the layer, targets, those ranked first], the outputs of all samples).
+        """
         count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
         targets = sum(int(sample.loss_mask[2:].sum()) for sample in samples)
-        sums = torch.zeros(3, dtype=torch.float64)
+        found: list[dict[str, Tensor]] = []
         for sample in samples:
-            found = self.outputs(sample, trains)
-            loss = (found["losses"] * sample.loss_mask[1:]).sum()
-            mtp_loss = (found["mtp_losses"] * sample.loss_mask[2:]).sum()
-            (loss / count + factor * mtp_loss / targets).backward()
-            first = (found["is_first"] & sample.loss_mask[2:].bool()).sum()
-            sums += torch.stack((loss.detach(), mtp_loss.detach(), first)).double()
-        return [float(sums[0]) / count, float(sums[1]) / targets, targets, int(sums[2])]
+            outputs = self.outputs(sample, trains)
+            loss = outputs["losses"].sum() / count + factor * outputs["mtp_losses"].sum() / targets
+            loss.backward()
+            found.append({name: output.detach() for name, output in outputs.items()})
+        whole = {name: torch.cat([each[name] for each in found]) for name in found[0]}
+        first = int(whole.pop("is_first").sum())
+        loss_sum, mtp_loss_sum = (float(whole[name].double().sum()) for name in ("losses", "mtp_losses"))
+        return [loss_sum / count, mtp_loss_sum / targets, targets, first], whole
+
+    def write_gradients(self, out: Path) -> None:
+        """Writes them as Megatron weights."""
+        found = gradients_by_name(self.model) | {n: w.grad for n, w in self.weights.items()}
+        if self.spec.language.tied_embeddings:
+            found.pop("lm_head.weight", None)
+        stored = {name: gradient.float().cpu().contiguous() for name, gradient in found.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(self.hf / "config.json", folder)
+            save_file(stored, Path(folder) / "model.safetensors")
+            gradients = HfCheckpoint(folder, has_mtp=True)
+            _write_weights(gradients, [Path(folder)], out, None, "convert", 0, False, {})
 
 
-def write_reference(hf: str, kinds: list[list[str]], factor: float, trains: str, out: str) -> list[float]:
-    """Writes the gradients of the samples as Megatron weights to ``out``/gradients."""
+@functools.cache
+def write_reference(
+    hf: str, kinds_json: str, factor: float, trains: str, dtype: str = "float32", device: str = "cpu"
+) -> str:
+    """Returns a new folder with gradients and outputs in float32, and ``reference.json``: the numbers of the
+    step and the errors of bf16, as in :func:`toolkit.parity.reference_job.write_reference`."""
     torch.set_num_threads(1)
-    reference = Reference(hf)
-    samples = [sample for row in draw_samples(kinds, reference.spec, 0) for sample in row]
-    numbers = reference.gradients(samples, factor, trains)
-    found = gradients_by_name(reference.model) | {n: w.grad for n, w in reference.weights.items()}
-    if reference.spec.language.tied_embeddings:
-        found.pop("lm_head.weight", None)
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(Path(hf) / "config.json", folder)
-        save_file({name: g.contiguous() for name, g in found.items()}, Path(folder) / "model.safetensors")
-        gradients = HfCheckpoint(folder, has_mtp=True)
-        _write_weights(gradients, [Path(folder)], Path(out) / "gradients", None, "convert", 0, False, {})
-    return numbers
+    out, spec = Path(tempfile.mkdtemp(prefix="mtp_")), read_spec(hf)
+    samples = [sample for row in draw_samples(json.loads(kinds_json), spec, 0) for sample in row]
+    exact = Reference(hf, device=device)
+    numbers, outputs = exact.run(samples, factor, trains)
+    exact.write_gradients(out / "gradients")
+    save_file(outputs, out / "outputs.safetensors")
+    facts: dict[str, Any] = {"gradient_noise": {}, "output_noise": {}}
+    if dtype == "bfloat16":
+        rounded = Reference(hf, torch.bfloat16, device)
+        numbers, rounded_outputs = rounded.run(samples, factor, trains)
+        rounded.write_gradients(out / "bf16")
+        readers = [WeightReader(out / name) for name in ("gradients", "bf16")]
+        for name in readers[0].tensor_names():
+            expected, found = (reader.read_shard(name) for reader in readers)
+            facts["gradient_noise"][name] = relative_error(found, expected)
+        for name, output in outputs.items():
+            facts["output_noise"][name] = relative_error(rounded_outputs[name], output)
+    facts |= dict(zip(("loss", "mtp_loss", "targets", "first"), numbers, strict=True))
+    (out / "reference.json").write_text(json.dumps(facts))
+    return str(out)
+
+
+# --- A layout -----------------------------------------------------------------------------------------------
+
+
+def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
+    """Runs a case of one step and compares loss, gradients, and the layer's numbers and outputs. Collective.
+
+    Takes the place of :func:`toolkit.parity.worker.run_case`, whose results it returns; ``outputs`` and
+    ``mtp`` are added to those of the step.
+    """
+    [kinds] = case.steps
+    trainer = build_case(case, platform)
+    outputs: list[Tensor] = []
+    make_reference = functools.partial(
+        write_reference,
+        *(case.hf, json.dumps(kinds), trainer.config.mtp.loss, trainer.config.mtp.trains),
+        *(case.dtype, str(platform.device)),
+    )
+    reference_dir = Path(case.reference or broadcast_from_rank_0(make_reference))
+    facts = json.loads((reference_dir / "reference.json").read_text())
+    keep_outputs(trainer, outputs)
+    loss, mtp_loss, targets, first = run_passes(trainer, kinds)
+
+    spec = trainer.spec
+    lengths = [[len(sample) for sample in row] for row in draw_samples(kinds, spec, 0)]
+    errors = output_errors(trainer, outputs, lengths, load_file(reference_dir / "outputs.safetensors"))
+    is_bf16 = case.dtype == "bfloat16"
+    limits = dict.fromkeys(errors, ACTIVATION_TOLERANCE)
+    for name, noise in facts["output_noise"].items():
+        limits[name] = BF16_ACTIVATION_RATIO * max(noise, BF16_ROUNDING)
+    departs = [name for name, error in errors.items() if not error <= limits[name]]
+    loss_error = abs(mtp_loss / facts["mtp_loss"] - 1)
+    if loss_error > (BF16_LOSS_TOLERANCE if is_bf16 else LOSS_TOLERANCE):
+        departs.append("the mean loss of multi-token prediction")
+    if targets != facts["targets"] or not is_bf16 and first != facts["first"]:
+        departs.append("targets of multi-token prediction, or those ranked first")
+
+    table = trained_table(spec, trainer.config.lora)
+    result = compare_one_pass(case, table, loss, gradient_errors(trainer, reference_dir), reference_dir)
+    result["departs"] = result["departs"] or ", ".join(departs)
+    result |= {"ok": result["ok"] and not departs, "outputs": errors, "mtp": [mtp_loss, targets, first]}
+    return {"ok": result["ok"], "steps": [result]}
+
+
+def keep_outputs(trainer: Trainer, kept: list[Tensor]) -> None:
+    """Keeps the layer's hidden states of each row, and then the losses of both that count, as computed."""
+    chunk = trainer.model_chunks[-1].module
+    if chunk.mtp is None:
+        return
+
+    def keep_states(module: Any, arguments: Any, states: Tensor) -> None:
+        kept.append(states.detach()[:, 0].float().cpu())
+
+    def keep_losses(module: Any, arguments: Any, losses: Tensor) -> None:
+        [row] = arguments
+        masks = torch.stack((row.loss_mask, row.whole_row.two_ahead[1]))
+        kept.append((losses[:2].detach() * masks).float().cpu())
+
+    chunk.mtp.register_forward_hook(keep_states)
+    chunk.register_forward_hook(keep_losses)
+
+
+def output_errors(
+    trainer: Trainer, kept: list[Tensor], lengths: list[list[int]], expected: dict[str, Tensor]
+) -> dict[str, float]:
+    """The relative L2 errors of the layer's hidden states, and of single tokens' losses. Collective.
+
+    Args:
+        lengths: of the samples of each row of the global batch.
+    """
+    grid, parts = trainer.grid, {"states": kept[::2], "losses": kept[1::2]}
+    if grid.tp_rank:
+        parts["losses"] = []
+        if not trainer.config.parallel.sequence_parallel:
+            parts["states"] = []
+    own = [
+        (name, (grid.dp_rank, number, grid.cp_rank, grid.tp_rank), part)
+        for name, each in parts.items()
+        for number, part in enumerate(each)
+    ]
+    rows: dict[str, dict[tuple[int, int], list[Tensor]]] = {"states": {}, "losses": {}}
+    for name, place, part in sorted(sum(gather(own), []), key=lambda each: each[:2]):
+        rows[name].setdefault(place[:2], []).append(part)
+
+    found: dict[str, list[Tensor]] = {name: [] for name in expected}
+    for states, losses, row_lengths in zip(
+        rows["states"].values(), rows["losses"].values(), lengths, strict=True
+    ):
+        start = 0
+        for length in row_lengths:
+            # The last token of a sample has no next one.
+            found["states"].append(torch.cat(states)[start:][: length - 1])
+            found["losses"].append(torch.cat(losses, 1)[0, start:][: length - 1])
+            found["mtp_losses"].append(torch.cat(losses, 1)[1, start:][: max(length - 2, 0)])
+            start += length
+    return {name: relative_error(torch.cat(each), expected[name]) for name, each in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import tempfile
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_
 
 from megatron_vl.models.batch import WholeRow
 from megatron_vl.training.step import run_schedule
-from tests.models.mtp_reference import Reference, write_reference
+from tests.models.mtp_reference import run_case, write_reference
 from tests.support.ranks import call, in_ranks
-from tests.support.tiny_trainer import differences, run_passes, trainer_of
+from tests.support.tiny_trainer import differences, join, run_passes, trainer_of
 from tests.tiny import tiny_checkpoint
-from toolkit.parity.case import draw_samples, pack_step
-from toolkit.parity.worker import gradient_errors
+from toolkit.parity.case import ParityCase, draw_samples, pack_step
 
 KINDS = [["image", "short_text"], ["mixed", "word"], ["text", "text"], ["without_loss", "video"]]
 """Samples of each row."""
@@ -35,24 +34,17 @@ def folder_of(family: str) -> Path:
 
 
 @functools.cache
-def reference_of(family: str, trains: str) -> tuple[str, list[float]]:
-    """(folder with the gradients, numbers of the step) of a reference that other processes compute."""
-    out = tempfile.mkdtemp(prefix="mtp_")
-    hf = str(folder_of(family))
-    numbers = call(write_reference, hf=hf, kinds=KINDS, factor=FACTOR, trains=trains, out=out)
-    return out, numbers
+def reference_of(family: str, trains: str) -> str:
+    """The folder of a reference, which a process of its own computes."""
+    hf, kinds = str(folder_of(family)), json.dumps(KINDS)
+    return call(write_reference, hf=hf, kinds_json=kinds, factor=FACTOR, trains=trains)
 
 
-def check_layout(hf: str, reference: str, numbers: list[float], fields: dict[str, Any]) -> None:
+def check_layout(case: ParityCase) -> None:
     """Compares the step of a layout with the reference. A body of ranks."""
-    trainer = trainer_of(hf, SEQ_LEN, optimizer=False, **fields)
-    found = run_passes(trainer, KINDS)
-    assert found[:2] == pytest.approx(numbers[:2], rel=1e-5)
-    assert found[2:] == numbers[2:]
-    errors = gradient_errors(trainer, Path(reference))
-    wrong = {name: error for name, error in errors.items() if error > 1e-4}
-    assert not wrong, wrong
-    assert any(name.startswith("mtp.") for name in errors)
+    [found] = run_case(case, join())["steps"]
+    assert found["ok"], found
+    assert len(found["outputs"]) == 3 and 0 < min(found["outputs"].values())
 
 
 @pytest.mark.ranks
@@ -74,17 +66,11 @@ def check_layout(hf: str, reference: str, numbers: list[float], fields: dict[str
     ],
 )
 def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, Any], trains: str) -> None:
-    """Losses (1e-5), targets, top-1 and the gradient of every tensor (1e-4)."""
-    reference, numbers = reference_of(family, trains)
-    mtp = {"mtp": {"loss": FACTOR, "trains": trains}}
-    call(
-        check_layout,
-        ranks,
-        hf=str(folder_of(family)),
-        reference=reference,
-        numbers=numbers,
-        fields=fields | mtp,
-    )
+    """Loss of each token, hidden states (1e-5), targets, top-1 and the gradient of every tensor (1e-4)."""
+    hf, reference = str(folder_of(family)), reference_of(family, trains)
+    shared = {"seq_len": SEQ_LEN, "optimizer": False, "reference": reference}
+    case = ParityCase("", hf, "", [KINDS], mtp={"loss": FACTOR, "trains": trains}, **shared, **fields)
+    call(check_layout, ranks, case=case)
 
 
 @pytest.mark.parametrize(
@@ -125,41 +111,6 @@ def test_targets_cross_the_edges_of_parts_and_not_those_of_sequences() -> None:
     assert tuple(sum((part[i] for part in parts), []) for i in range(2)) == whole
     assert parts[1][1] == [0, 1]  # token 2 ends a sequence, token 3 begins one
     assert parts[2][1] == [1, 1]  # the target of token 5 is in the next part
-
-
-def outputs_of_samples(hf: str, family: str) -> list[float]:
-    """Largest relative errors of the layer's hidden states and of the losses of single tokens."""
-    trainer = trainer_of(hf, SEQ_LEN, optimizer=False, mtp={"loss": FACTOR})
-    chunk, reference, states = trainer.model_chunks[0].module, Reference(hf), []
-    chunk.mtp.register_forward_hook(lambda module, args, output: states.append(output.detach()[:, 0]))
-    rows = draw_samples(KINDS, trainer.spec, 0)
-    largest = [0.0, 0.0, 0.0]
-    for row, samples in zip(pack_step(trainer, rows).rows, rows, strict=True):
-        found = chunk(row).detach()
-        # Only tokens whose loss counts have one.
-        found[1] *= row.whole_row.two_ahead[1]
-        start = 0
-        for sample in samples:
-            expected, length = reference.outputs(sample, "head"), len(sample.token_ids)
-            masked = (
-                expected["losses"] * sample.loss_mask[1:],
-                expected["mtp_losses"] * sample.loss_mask[2:],
-            )
-            own = (found[0] * row.loss_mask)[start:][: length - 1], found[1][start:][: max(length - 2, 0)]
-            pairs = [*zip(own, masked, strict=True), (states[-1][start:][: length - 1], expected["states"])]
-            for i, (ours, theirs) in enumerate(pairs):
-                scale = float(theirs.detach().abs().max()) if theirs.numel() else 0.0
-                if scale:
-                    largest[i] = max(largest[i], float((ours - theirs).detach().abs().max()) / scale)
-            start += length
-    return largest
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("family", [DENSE, EXPERTS])
-def test_outputs_equal_the_reference_token_by_token(family: str) -> None:
-    errors = call(outputs_of_samples, hf=str(folder_of(family)), family=family)
-    assert 0 < min(errors) and max(errors) < 1e-5, errors
 
 
 @in_ranks()
