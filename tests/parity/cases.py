@@ -131,11 +131,11 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
 
 YARN = {
     "yarn": {
-        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
-        **{"beta_fast": 4.0, "beta_slow": 0.05},
+        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
+        **{"beta_fast": 1.0, "beta_slow": 0.0125},
     }
 }
-"""Rows are up to 16 times as long. Of the few frequencies of a small head, the first stays, the next one or
+"""Positions of videos and of what follows them are up to 10 times the original length. Of the few frequencies of a small head, the first stays, the next one or
 two are divided in part, and the others by the factor."""
 
 EDGE_TOKENS = 192
@@ -223,7 +223,7 @@ HYBRID: dict[int, list[dict[str, Any]]] = {
         quick("TP2 + SP, qwen3_5, tied, full recompute", Q35, tied=True, **TP2_SP, recompute=FULL),
         quick("PP2 x VPP2, qwen3_5, empty chunk", Q35, pp=2, vpp=2, layers=[0, 1, 1, 2], overlap=True),
         quick("training, DP2, qwen3_5, overlap", Q35, **TRAIN, **SMALL_BUCKETS),
-        quick("EP2, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=SEVERAL),
+        quick("EP2, YaRN, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=SEVERAL, **YARN),
         quick("TP2 + SP, ETP2, qwen3_5 with experts", MOE35, **TP2_SP, etp=2),
         case("TP2, qwen3_5, selective recompute", Q35, tp=2, recompute=SELECTIVE),
         case("TP2, qwen3_5, rows without loss, overlap", Q35, tp=2, overlap=True, steps=NO_LOSS),
@@ -272,8 +272,8 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         case("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=NO_LOSS),
         case("TP2 + SP, logits of every token", **TP2_SP, seq_len=128, steps=[[["text"], ["image"]]]),
         case("TP2 + SP, language frozen", **TP2_SP, **NO_LANGUAGE),
-        case("TP2 + SP, YaRN", **TP2_SP, **YARN),
-        case("PP2, YaRN, qwen3_vl", Q3, pp=2, **YARN),
+        case("TP2 + SP, YaRN, qwen3_vl", Q3, **TP2_SP, **YARN),
+        case("PP2, YaRN", pp=2, **YARN),
         case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
         case("TP2 + SP, activation recompute", **TP2_SP, recompute=ACTIVATION),
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),
@@ -307,7 +307,7 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         case(
             "EP2, experts, vision frozen, overlap", MOE, ep=2, freeze=["vision"], steps=SEVERAL, overlap=True
         ),
-        case("TP2 + SP, EP2, experts", MOE, **TP2_SP, ep=2, steps=[BETWEEN]),
+        case("TP2 + SP, EP2, YaRN, experts", MOE, **TP2_SP, ep=2, steps=[BETWEEN], **YARN),
         case(
             "PP2 uneven, experts, tied, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL
         ),

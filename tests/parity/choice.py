@@ -1,5 +1,6 @@
 """Chooses the cases that ``make test`` runs: cheap ones that together have every setting, a training in every
-way to divide a step's work, and every family with TP, PP and CP. ``make test-full`` runs the whole table."""
+way to divide a step's work, every family with TP, PP and CP, and YaRN with these and EP. ``make test-full``
+runs the whole table."""
 
 from __future__ import annotations
 
@@ -61,6 +62,8 @@ def demands(case: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for ranks in {"tp", "pp", "cp"} & {*ways}:
         if needed in (None, ranks):
             yield case.get("family", ""), ranks
+    for ranks in {"tp", "pp", "cp", "ep"} & {*ways} if case.get("yarn") else ():
+        yield "yarn", ranks
 
 
 def settings(case: Mapping[str, Any]) -> set[tuple[str, str]]:
