@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
 from megatron_vl.data.packing.fill_row import choose_row_samples
 from megatron_vl.data.packing.plan_rows import plan_rows
@@ -19,6 +20,9 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, mrope_positions, placeholder_runs
 from megatron_vl.training.rows.row_message import serialize_row
 from megatron_vl.training.rows.row_shards import RowSharding
+from tests.tiny import tiny_checkpoint
+
+from .datasets import converted, open_loader
 
 MILLION = 2**20
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
@@ -35,6 +39,10 @@ def test_planned_rows_of_a_million_tokens_are_full() -> None:
     rows = plan_rows(tokens, patches, 3, MILLION)
     for row in range(3):
         assert 0.995 * MILLION < tokens[rows == row].sum() <= MILLION
+    # Samples as long as rows, whose tokens and patches together pass 32 bits.
+    assert sorted(plan_rows(np.full(2100, MILLION), np.full(2100, 4 * MILLION), 2100, MILLION)) == [
+        *range(2100)
+    ]
 
 
 def test_row_choice_among_many_samples_is_full() -> None:
@@ -103,6 +111,36 @@ def test_row_of_a_million_tokens_is_sent_in_parts(documents: int) -> None:
     feature_index, feature_order = indices.chunk(2)
     assert feature_index.min() >= 0 and feature_index.max() < part
     assert feature_order.min() == 0 and feature_order.max() == sent.sum(1).max() - 1
+
+
+# --- A sample -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("too_much", [0, 1])
+def test_document_of_a_million_tokens_is_written_indexed_planned_and_read(tmp_path: Path, too_much: int):
+    """Of each character there are three bytes, a token each. With a token too much, the end is cut off."""
+    text = "字字 " * (MILLION // 7) + "字"
+    assert len(text.encode()) + 1 == MILLION  # <|endoftext|>
+    folder, _ = converted(tmp_path, [{"text": text}, {"text": "Hi you."}])
+    data = DataConfig(path=str(folder), seq_len=MILLION - too_much, num_workers=0)
+    rows = list(open_loader(data, tiny_checkpoint("qwen3_vl"), epochs=1))
+    assert not any(row.dropped_counts for row in rows)
+    parts = {
+        key: slice(*row.cu_seqlens[i : i + 2].tolist())
+        for row in rows
+        for i, key in enumerate(row.sample_keys)
+    }
+    names = ["000000000#1", "000000000#2"] if too_much else ["000000000"]
+    assert sorted(parts) == [*names, "000000001"]
+    assert parts[names[0]] == slice(0, MILLION - too_much)
+    [row] = [row for row in rows if names[0] in row.sample_keys]
+    assert len(row.tokens) == MILLION - too_much == row.loss_mask.sum() + 1
+    assert torch.equal(row.labels[:-1], row.tokens[1:].long())
+    assert row.position_ids[:, -1].tolist() == [MILLION - too_much - 1] * 3
+    three, seven = row.tokens[:3].tolist(), row.tokens[:7].tolist()
+    assert row.tokens[: MILLION - 4].tolist() == seven * (MILLION // 7)
+    assert row.tokens[MILLION - 4 : MILLION - 1].tolist() == three
 
 
 # --- A video of four hours ----------------------------------------------------------------------------------
