@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,8 @@ from tests.support.ranks import call, run_module
 from tests.support.tiny_run import prepare
 from tests.toolkit.programs import busiest_experts
 from toolkit.bench import command
+from toolkit.bench.measure import Measure
+from toolkit.bench.options import parse_bench_options
 from toolkit.cli import main
 
 SEQ_LEN = 500
@@ -71,6 +74,16 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         assert w["mfu"] * seconds * RANKS * 0.5e12 == pytest.approx(total)
         assert w["vision_flops_share"] == pytest.approx(sum(row.tower for row in model) / total)
         assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(sum(row.total for row in all_tokens) / total)
+
+
+@pytest.mark.ranks
+def test_measured_speed_is_shown_if_a_later_step_fails(figures, tiny_checkpoint, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    measure = Measure(parse_bench_options(["--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]))
+    measure.figures = figures | {"workloads": {"images": figures["workloads"]["images"], "text": {}}}
+    measure.end(SimpleNamespace(stop_requested=False), has_failed=True)
+    shown = capsys.readouterr().out
+    assert "tok/s/GPU" in shown and "  images:" in shown and "  text:" not in shown
 
 
 @pytest.mark.ranks

@@ -105,7 +105,7 @@ def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path: Path, tin
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True,
     )  # fmt: skip
-    assert "6 of 6 records converted" in done.stderr and "quarantine" not in done.stderr
+    assert "6 of 6 records converted" in done.stderr and "quarantine.jsonl" not in done.stderr
     remedy = "Too many open files; raise the limit of open files (`ulimit -n`) where"
     assert done.returncode == 0 or remedy in done.stderr
 

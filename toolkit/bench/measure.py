@@ -89,5 +89,9 @@ class Measure(Hook):
             figures["parts_by_stage"] = self.timer.mean_parts(trainer.grid.pp_rank, self.options.part_steps)
 
     def end(self, trainer: Trainer, has_failed: bool) -> None:
+        # Memory may run out in a step after the timed ones; what they showed is not lost.
+        measured = {name: w for name, w in self.figures["workloads"].items() if "loss" in w}
+        if has_failed and measured:
+            report.finish_report(self.options.out, self.figures | {"workloads": measured})
         if trainer.stop_requested and trainer.step < trainer.last_step:
             raise UserError("a signal stopped the benchmark")
