@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from werkzeug.serving import WSGIRequestHandler
 
 from data_tools import tar_index
 from data_tools.sample_sizes import index_datasets
@@ -478,6 +479,41 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf, monke
     store.put_object(Bucket=BUCKET, Key="pairs/00001.tar", Body=b"other")
     with pytest.raises(LoaderError, match="00001.tar"):
         read_description(str(tmp_path / "there"))
+
+
+def test_index_in_a_store_reads_ranges_and_a_start_reads_no_tar(store, tmp_path, hf, monkeypatch):  # noqa: F811
+    """What the store was asked for, worked out by hand. In the first tar, each image takes 4 MiB: a window of 1
+    MiB has its header and head, and the next one the caption behind it and the next image's head."""
+    members = []
+    for number in range(3):
+        image, caption = pair_members(f"{number:04d}", 5 * number, f"An image with the number {number}")
+        members += [(image[0], image[1] + bytes(4 << 20)), caption]
+    large = write_tar(tmp_path / "00000.tar", members)
+    small = write_tar(tmp_path / "00001.tar", pair_members("a", 3, "A small one."))
+    for path in (large, small):
+        store.upload_file(str(path), BUCKET, f"ranges/{path.name}")
+    with tarfile.open(large) as tar_file:
+        captions = [member.offset for member in tar_file if member.name.endswith("txt")]
+    seen: list[tuple[str, str, str]] = []
+
+    def note(request: WSGIRequestHandler, *_: object) -> None:
+        if request.path.endswith(".tar"):
+            seen.append((request.command, request.path[-9:], request.headers.get("Range", "")))
+
+    monkeypatch.setattr(WSGIRequestHandler, "log_request", note)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", store.meta.endpoint_url)
+    out, end = tmp_path / "out", large.stat().st_size - 1
+    index(out, hf, f"s3://{BUCKET}/ranges/{{00000..00001}}.tar")
+    places = [(first, min(first + (1 << 20) - 1, end)) for first in (0, *captions)]
+    assert [one for one in seen if one[0] != "HEAD"] == [
+        *(("GET", large.name, f"bytes={first}-{last}") for first, last in places),
+        ("GET", small.name, f"bytes=0-{small.stat().st_size - 1}"),
+    ]
+
+    seen.clear()
+    with closing(build_loader(DataConfig(path=str(out), seq_len=512, num_workers=0), read_spec(hf), hf)) as loader:
+        assert sorted(seen) == [("HEAD", large.name, ""), ("HEAD", small.name, "")], "the tars are as they were"
+        assert next(loader).num_images and all(place for method, _, place in seen if method == "GET")
 
 
 # --- Commands -----------------------------------------------------------------------------------------------
