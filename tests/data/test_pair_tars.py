@@ -511,8 +511,12 @@ def test_index_in_a_store_reads_ranges_and_a_start_reads_no_tar(store, tmp_path,
     ]
 
     seen.clear()
-    with closing(build_loader(DataConfig(path=str(out), seq_len=512, num_workers=0), read_spec(hf), hf)) as loader:
-        assert sorted(seen) == [("HEAD", large.name, ""), ("HEAD", small.name, "")], "the tars are as they were"
+    with closing(
+        build_loader(DataConfig(path=str(out), seq_len=512, num_workers=0), read_spec(hf), hf)
+    ) as loader:
+        assert sorted(seen) == [("HEAD", large.name, ""), ("HEAD", small.name, "")], (
+            "the tars are as they were"
+        )
         assert next(loader).num_images and all(place for method, _, place in seen if method == "GET")
 
 

@@ -27,7 +27,17 @@ from .test_boxes import raw_samples
 from .test_qwen3_5_prompts import Unit
 
 WORDS = (
-    *("system", "user", "assistant", "You are a helpful assistant.", "What?", "Look.", "A cat.", "No.", "And?"),
+    *(
+        "system",
+        "user",
+        "assistant",
+        "You are a helpful assistant.",
+        "What?",
+        "Look.",
+        "A cat.",
+        "No.",
+        "And?",
+    ),
     *("It gets brighter.", "Video 1: <0.2 seconds>", "seen", "Be brief."),
     '<tool_call>\n{"name": "look", "arguments": {"zoom": 0.10}}\n</tool_call>\n<tool_response>\n',
 )
@@ -204,7 +214,9 @@ def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
         ids = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
         samples.append(TokenizedSample(ids, torch.tensor(mask), [medium]))
 
-    options = f"--data.path {path} --data.seq_len 512 --data.chat_template {TOOLS_TEMPLATE} --log.samples true"
+    options = (
+        f"--data.path {path} --data.seq_len 512 --data.chat_template {TOOLS_TEMPLATE} --log.samples true"
+    )
     options += " --global_batch_size 1 --optimizer.warmup_steps 0 --data.num_workers 0"
     trained(prepare(tmp_path / "prepared", hf, 4), tmp_path / "run", *options.split(), ranks=1, steps=1)
     [step], [rows] = metrics(tmp_path / "run"), metrics(tmp_path / "run", "samples.jsonl")
