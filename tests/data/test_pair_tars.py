@@ -31,7 +31,6 @@ from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.store_reading import StoredSpans, read_tar_shards
 from megatron_vl.data.source.tar_list import parse_fields
 from megatron_vl.spec.families import read_spec
-from tests.support.tiny_run import metrics, prepare, trainings
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
@@ -542,15 +541,3 @@ def test_commands_index_and_show_tars(tars, tmp_path, hf, capsys):
     for wrong in (["--input", given], ["--members", "image=jpg"], ["--input", given, "--out", "/proc/no"]):
         assert main(["data", "index", *wrong, *run]) != 0
     assert "/proc/no" in capsys.readouterr().err
-
-
-@pytest.mark.ranks
-def test_run_trains_on_tars_and_resumes(tmp_path, hf):
-    out, run = tmp_path / "out", tmp_path / "run"
-    prepared = {**prepare(tmp_path / "prepared", hf, samples=2), "data": out}
-    write_pair_tars(tmp_path / "tars", tars=2, pairs=6)
-    index(out, hf, tmp_path / "tars")
-    trainings(prepared, (run, ["--steps", "3"]), (run, ["--steps", "4"]))
-    lines = metrics(run)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[-1]["loss"] < lines[0]["loss"] and all(line["images"] >= 4 for line in lines)

@@ -1,5 +1,5 @@
-"""A clip, times of images, limits of one medium, a template argument, a call and a late system turn: from records
-through the loader to a step of training, with what the model sees written by hand."""
+"""A clip, times of images, limits of one medium, a template argument, a call, a late system turn and a box:
+from records through the loader to a step of training, with what the model sees written by hand."""
 
 from __future__ import annotations
 
@@ -24,22 +24,15 @@ from toolkit.parity.reference import backward_mean_loss, load_hf_for_training
 from .datasets import converted, open_loader
 from .media import encoded, video_of, write
 from .test_boxes import raw_samples
-from .test_qwen3_5_prompts import Unit
+from .test_qwen3_5_prompts import Run, Unit, written
 
+SAID = "system user assistant What? Look. A cat. And? seen ),("
 WORDS = (
+    *(*SAID.split(), "A cat.", "You are a helpful assistant.", "It gets brighter.", "Video 1: <0.2 seconds>"),
     *(
-        "system",
-        "user",
-        "assistant",
-        "You are a helpful assistant.",
-        "What?",
-        "Look.",
-        "A cat.",
-        "No.",
-        "And?",
+        "Be brief.",
+        '<tool_call>\n{"name": "look", "arguments": {"zoom": 0.10}}\n</tool_call>\n<tool_response>\n',
     ),
-    *("It gets brighter.", "Video 1: <0.2 seconds>", "seen", "Be brief."),
-    '<tool_call>\n{"name": "look", "arguments": {"zoom": 0.10}}\n</tool_call>\n<tool_response>\n',
 )
 """The vocabulary has each of them as one token."""
 LIST = [f"{number}.png" for number in range(4)]
@@ -52,8 +45,8 @@ def asked(part: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"zoom": 0.10}'}}
-# 10 frames a second: 10 to 52 are 4.3 s, of which 1 a second are 4, every 14th. They are at 0, 1.4, 2.8 and 4.2 s,
-# and a group covers 2.15 s. Of 64 x 96 pixels, each side is divided by sqrt(64 * 96 / 3136) = 1.4.
+# 10 frames a second: 10 to 52 are 4.3 s, of which 1 a second are 4, every 14th. They are at 0, 1.4, 2.8 and
+# 4.2 s, and a group covers 2.15 s. Of 64 x 96 pixels, each side is divided by sqrt(64 * 96 / 3136) = 1.4.
 CLIP = {"type": "video", "video": "a.mkv", "video_start": 1, "video_end": 5.2, "fps": 1, "max_pixels": 3136}
 # Groups at 11 and 23 s. An image comes every 5.33 s, so a group covers 10.67 s.
 TIMED = {"type": "video", "video": LIST, "timestamps": [10, 12, 20, 26]}
@@ -74,9 +67,10 @@ RECORDS = [
             {"role": "assistant", "content": "A cat."},
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "And?"},
-            {"role": "assistant", "content": "No."},
+            {"role": "assistant", "content": "<bbox>"},
             {"role": "user", "content": "What?"},  # is left out
-        ]
+        ],
+        "objects": {"bbox": [[10, 20, 50, 150]]},
     },
 ]
 SHADES = [[40, 96, 152, 208], [0, 50, 100, 150], [0, 50, 100, 150]]
@@ -88,92 +82,68 @@ START, STOP = "<|im_start|>", "<|im_end|> Ċ"
 USER = f"{START} system Ċ You Ġare Ġa Ġhelpful Ġassistant . {STOP} {START} user Ċ"  # to 13
 BEGIN, END = "<|vision_start|>", "<|vision_end|>"
 
-type Run = Unit | tuple[int, str] | tuple[int, str, bool]
-"""A frame group or image; or the position of the first token, the tokens, and whether they are trained on."""
-
 
 def talk(before: str, *media: Run, at: int) -> list[Run]:
     """A video and its answer; what follows the video begins at ``at``."""
-    question = (at, f"{END} What ? {STOP} {START} assistant Ċ")
-    answer = (at + 8, "It Ġgets Ġbrighter . <|im_end|>", True)
-    return [(0, f"{USER} {before} {BEGIN}"), *media, question, answer, (at + 13, "Ċ")]
+    answer = f"{END} What ? {STOP} {START} assistant Ċ It Ġgets Ġbrighter . {STOP}"
+    return [(0, f"{USER} {before} {BEGIN}".split()), *media, (at, answer.split())]
 
 
-def trace(rows: int, at: int) -> list[Run]:
-    """The call and what follows; its image has so many rows, and the next token is at ``at``."""
-    call = '<tool _call >Ċ {" name ": Ġ" look ", Ġ" arguments ": Ġ{" zoom ": Ġ 0 . 1 0 }}Ċ </ tool _call >'
-    system = f"{START} system Ċ Be Ġbrief . {STOP}"
-    return [
-        (0, f"{USER} Look . {STOP} {START} assistant Ċ"),  # to 20
-        (21, f"{call} <|im_end|>", True),  # to 46
-        (47, f"Ċ {START} user Ċ <tool _response >Ċ {BEGIN}"),  # to 54
-        Unit(55, rows, 2, "<|image_pad|>"),
-        (at, f"{END} seen Ċ </ tool _response > {STOP} {START} assistant Ċ"),
-        (at + 12, "A Ġcat . <|im_end|>", True),
-        (at + 16, f"Ċ {system} {START} user Ċ And ? {STOP} {START} assistant Ċ"),
-        (at + 35, "No . <|im_end|>", True),
-        (at + 38, "Ċ"),
-    ]
+CALLED = '<tool _call >Ċ {" name ": Ġ" look ", Ġ" arguments ": Ġ{" zoom ": Ġ 0 . 1 0 }}Ċ </ tool _call > <|im_end|>'
 
 
+def trace(rows: int, box: str, at: int) -> list[Run]:
+    """The call and what follows; its image has so many rows of two, and the next token is at ``at``."""
+    before = f"{USER} Look . {STOP} {START} assistant Ċ {CALLED} Ċ {START} user Ċ <tool _response >Ċ {BEGIN}"
+    after = f"{END} seen Ċ </ tool _response > {STOP} {START} assistant Ċ A Ġcat . {STOP} {START} system Ċ"
+    after += f" Be Ġbrief . {STOP} {START} user Ċ And ? {STOP} {START} assistant Ċ {box} {STOP}"
+    return [(0, before.split()), Unit(55, rows, 2, "<|image_pad|>"), (at, after.split())]
+
+
+BOX = {
+    "": "<|box_start|> ( 1 0 0 , 1 0 0 ),( 5 0 0 , 7 5 0 ) <|box_end|>",
+    "positions": "[ 6 , Ġ 1 4 , Ġ 2 8 , Ġ 1 0 5 ]",  # of 140 x 56 pixels
+    "text": "[ 1 0 0 , Ġ 1 0 0 , Ġ 5 0 0 , Ġ 7 5 0 ]",
+}
 # By what says the time: nothing, the positions (two a second) or the text.
 GOLDEN: dict[str, list[list[Run]]] = {
     "": [
         talk("", Unit(15, 1, 2), Unit(15, 1, 2, later=1), at=17),
         talk("", Unit(15, 2, 2), Unit(15, 2, 2, later=1), at=17),
         talk("Video Ġ 1 : Ġ", Unit(20, 1, 2), Unit(20, 1, 2, later=1), at=22),
-        trace(5, 60),
+        trace(5, BOX[""], 60),
     ],
     "positions": [
         talk("", Unit(15, 1, 2), Unit(15, 1, 2, later=4), at=20),  # 2 * 2.15
         talk("", Unit(15, 2, 2), Unit(15, 2, 2, later=21), at=37),  # 2 * 10.67
         talk("Video Ġ 1 : Ġ", Unit(20, 1, 2), Unit(20, 1, 2, later=3), at=24),  # 2 * 1.87
-        trace(5, 60),
+        trace(5, BOX["positions"], 60),
     ],
     "text": [
         talk(
             "< 0 . 7 Ġseconds >",  # to 20
             Unit(21, 1, 2),
-            (23, f"{END} < 3 . 5 Ġseconds > {BEGIN}"),  # to 30
+            (23, f"{END} < 3 . 5 Ġseconds > {BEGIN}".split()),  # to 30
             Unit(31, 1, 2),
             at=33,
         ),
         talk(
             "< 1 1 . 0 Ġseconds >",  # to 21
             Unit(22, 2, 2),
-            (24, f"{END} < 2 3 . 0 Ġseconds > {BEGIN}"),  # to 32
+            (24, f"{END} < 2 3 . 0 Ġseconds > {BEGIN}".split()),  # to 32
             Unit(33, 2, 2),
             at=35,
         ),
         talk(
             "Video Ġ 1 : Ġ< 0 . 2 Ġseconds >",  # to 24
             Unit(25, 1, 2),
-            (27, f"{END} < 2 . 4 Ġseconds > {BEGIN}"),  # to 34
+            (27, f"{END} < 2 . 4 Ġseconds > {BEGIN}".split()),  # to 34
             Unit(35, 1, 2),
             at=37,
         ),
-        trace(4, 59),
+        trace(4, BOX["text"], 59),
     ],
 }
-
-
-def written(runs: list[Run]) -> tuple[list[str], list[bool], torch.Tensor, tuple[int, int, int]]:
-    """Tokens, which of them are trained on, their positions int64 [3, S], and the grid of the medium."""
-    tokens: list[str] = []
-    mask: list[bool] = []
-    positions: list[torch.Tensor] = []
-    units = [run for run in runs if isinstance(run, Unit)]
-    for run in runs:
-        if isinstance(run, Unit):
-            names, first = [run.token] * (run.rows * run.columns), run.positions()
-        else:
-            names = run[1].split()
-            first = (run[0] + torch.arange(len(names))).expand(3, -1)
-        tokens += names
-        mask += [not isinstance(run, Unit) and len(run) == 3] * len(names)
-        positions.append(first)
-    grid = (len(units), 2 * units[0].rows, 2 * units[0].columns)
-    return tokens, mask, torch.cat(positions, dim=1), grid
 
 
 OTHERS = [
@@ -200,19 +170,26 @@ def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
     [row] = open_loader(data, hf, epochs=1)
     encoder = open_encoder(data, spec, hf)
     tokenizer, samples = encoder.chat_encoder.tokenizer, []
-    for number, (runs, raw) in enumerate(zip(GOLDEN[says_time], raw_samples(encoder, path), strict=True)):
-        tokens, mask, positions, grid = written(runs)
+    golden = GOLDEN[says_time]
+    answers = [
+        *(["It Ġgets Ġbrighter . <|im_end|>"] * 3),
+        f"{CALLED} A Ġcat . <|im_end|> {BOX[says_time]} <|im_end|>",
+    ]
+    for number, (runs, raw) in enumerate(zip(golden, raw_samples(encoder, path), strict=True)):
+        tokens, positions = written(runs)
         place = row.sample_keys.index(f"{number:09d}")
         part = slice(*row.cu_seqlens[place : place + 2].tolist())
         assert tokenizer.convert_ids_to_tokens(row.tokens[part]) == tokens
         assert torch.equal(row.position_ids[:, part], positions)
-        assert row.loss_mask[part].tolist() == [*mask[1:], False]
+        mask = row.loss_mask[part].roll(1).bool()  # of the tokens, not of those before them
+        assert [token for token, wanted in zip(tokens, mask, strict=True) if wanted] == answers[
+            number
+        ].split()
         (medium,) = encoder.postencode_sample(raw).media_items
-        assert (medium.grid_thw.t, medium.grid_thw.h, medium.grid_thw.w) == grid
         if number < len(SHADES):
             assert medium.planes.float().mean((1, 2)).tolist() == SHADES[number]
         ids = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
-        samples.append(TokenizedSample(ids, torch.tensor(mask), [medium]))
+        samples.append(TokenizedSample(ids, mask, [medium]))
 
     options = (
         f"--data.path {path} --data.seq_len 512 --data.chat_template {TOOLS_TEMPLATE} --log.samples true"
@@ -222,6 +199,6 @@ def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
     [step], [rows] = metrics(tmp_path / "run"), metrics(tmp_path / "run", "samples.jsonl")
     seen = [samples[int(key)] for key in rows["rows"][0]]  # of several passes
     assert {*rows["rows"][0]} == {*row.sample_keys}
-    assert step["loss_tokens"] == sum([5, 5, 5, 26 + 4 + 3][int(key)] for key in rows["rows"][0])
+    assert step["loss_tokens"] == sum(len(answers[int(key)].split()) for key in rows["rows"][0])
     expected = backward_mean_loss(load_hf_for_training(hf), seen, spec, read_pixel_norm(hf))
     assert step["loss"] == pytest.approx(expected, rel=1e-5)
