@@ -92,7 +92,7 @@ def index(out: Path, hf: Path, tars: str, workers: int = 1) -> None:
 
 
 def measure_memory(out: Path, hf: Path, workers: int) -> None:
-    """Prints the largest memory of this process, and of one that it started, after an index or a first row."""
+    """Prints the peak memory of this process, and of one that it started, after an index or a first row."""
     if (out / "index").exists():
         next(loader_samples(DataConfig(path=str(out / "index"), seq_len=8192, num_workers=0), hf))
     else:

@@ -89,7 +89,8 @@ def talk(before: str, *media: Run, at: int) -> list[Run]:
     return [(0, f"{USER} {before} {BEGIN}".split()), *media, (at, answer.split())]
 
 
-CALLED = '<tool _call >Ċ {" name ": Ġ" look ", Ġ" arguments ": Ġ{" zoom ": Ġ 0 . 1 0 }}Ċ </ tool _call > <|im_end|>'
+CALLED = '<tool _call >Ċ {" name ": Ġ" look ", Ġ" arguments ": Ġ{" zoom ": Ġ 0 . 1 0 }}Ċ </ tool _call >'
+CALLED += " <|im_end|>"
 
 
 def trace(rows: int, box: str, at: int) -> list[Run]:

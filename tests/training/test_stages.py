@@ -1,4 +1,4 @@
-"""The three stages of examples/pretrain, one after the other, on a small model and data sets of their kinds."""
+"""The three stages of examples/pretrain one after the other, with a small model and data of their kinds."""
 
 from __future__ import annotations
 
