@@ -2,6 +2,7 @@
 
     python -m benchmarks.tars --hf HF_DIR --out FOLDER              one core: the loader beside webdataset
     python -m benchmarks.tars --hf HF_DIR --out FOLDER --store      a store that answers after 20 ms
+    python -m benchmarks.tars --memory --tars N --out FOLDER        peak memory of the index, then of a start
 
 The tars hold JPEGs of 224 to 448 pixels a side with captions. On one core, the loader reads them in place,
 with planned rows of 8,192 tokens; webdataset reads them in order, Pillow decodes, and the processor of
@@ -11,6 +12,9 @@ time counts.
 With ``--store``, an S3 server in a process of its own serves the tars. Samples are read and not decoded: in
 the order of a run (blocks of a tar, shuffled), in the order of the tars through the same loader, and tar by
 tar, each with one request.
+
+With ``--memory``, images have 32 pixels a side, and all tars are one file with several names. The first
+call makes the index, the next one starts a loader on it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import tarfile
 import tempfile
 import time
@@ -60,12 +65,12 @@ IMAGES = 256
 """Number of different JPEGs; pairs share them."""
 
 
-def write_tars(folder: Path, tars: int, pairs: int) -> None:
-    """Writes tars as img2dataset does."""
+def write_tars(folder: Path, tars: int, pairs: int, sides: tuple[int, int] = (224, 448)) -> None:
+    """Writes tars as img2dataset does. ``sides``: least and largest side of an image."""
     rng, jpegs = random.Random(5), []
     sources = [Image.fromarray(load()).convert("RGB") for load in load_images().values()]
     for _ in range(IMAGES):
-        size = rng.randint(224, 448), rng.randint(224, 448)
+        size = rng.randint(*sides), rng.randint(*sides)
         random_crop(rng.choice(sources), size, rng).save(file := io.BytesIO(), "JPEG", quality=92)
         jpegs.append(file.getvalue())
     words = Path(__file__).parents[1].joinpath("README.md").read_text().replace("<", "").split()
@@ -80,10 +85,20 @@ def write_tars(folder: Path, tars: int, pairs: int) -> None:
                     tar_file.addfile(info, io.BytesIO(content))
 
 
-def index(out: Path, hf: Path, tars: str) -> None:
+def index(out: Path, hf: Path, tars: str, workers: int = 1) -> None:
     data, spec = DataConfig(path=str(out)), read_spec(hf)
     encoder, sizes_name = open_encoder(data, spec, hf), compute_tokenization_id(hf, spec, data)
-    index_tars(TarIndex(*find_tars([tars]), out, parse_fields([]), encoder, sizes_name), 1)
+    index_tars(TarIndex(*find_tars([tars]), out, parse_fields([]), encoder, sizes_name), workers)
+
+
+def measure_memory(out: Path, hf: Path, workers: int) -> None:
+    """Prints the peak memory of this process, and of one that it started, after an index or a first row."""
+    if (out / "index").exists():
+        next(loader_samples(DataConfig(path=str(out / "index"), seq_len=8192, num_workers=0), hf))
+    else:
+        index(out / "index", hf, str(out / "tars"), workers)
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        print(f"{resource.getrusage(who).ru_maxrss / 1024:.0f} MiB")
 
 
 # --- One core -----------------------------------------------------------------------------------------------
@@ -206,11 +221,12 @@ def main() -> None:
     parser.add_argument("--hf", type=Path, help="folder of tokenizer and processor; default: a small one")
     parser.add_argument("--out", type=Path, help="folder of the tars, which are written if it is new")
     parser.add_argument("--store", action="store_true")
+    parser.add_argument("--memory", action="store_true")
     parser.add_argument("--tars", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=1000, help="of a tar; 10,000 for a store")
     parser.add_argument("--count", type=int, default=1000, help="samples of a turn")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--workers", type=int, default=1, help="loader processes, with --store")
+    parser.add_argument("--workers", type=int, default=1, help="loader or index processes")
     args = parser.parse_args()
     torch.set_num_threads(1)
     out = args.out or Path(tempfile.mkdtemp())
@@ -219,7 +235,12 @@ def main() -> None:
 
         args.hf = write_tiny_checkpoint(Path(tempfile.mkdtemp()) / "hf", "qwen2_5_vl")
     if not (out / "tars").exists():
-        write_tars(out / "tars", args.tars, args.pairs)
+        sizes: dict[str, Any] = {"tars": 1, "sides": (32, 32)} if args.memory else {"tars": args.tars}
+        write_tars(out / "tars", pairs=args.pairs, **sizes)
+        for number in range(1, args.tars if args.memory else 0):
+            os.link(out / "tars" / "00000.tar", out / "tars" / f"{number:05d}.tar")
+    if args.memory:
+        return measure_memory(out, args.hf, args.workers)
     names = sorted(path.name for path in (out / "tars").iterdir())
     settings: dict[str, Any] = {"seq_len": 8192, "num_workers": 0}
     if not args.store:

@@ -33,7 +33,6 @@ from megatron_vl.data.source.sample_sizes import (
     open_stored_sizes,
 )
 from megatron_vl.spec.families import FAMILIES, read_spec
-from tests.support.tiny_run import metrics, prepare, train
 from tests.tiny import TinySizes, tiny_checkpoint
 from toolkit.cli import main
 from toolkit.common.tiny_checkpoint import DEFAULT_TEXTS, write_small_files
@@ -561,34 +560,6 @@ def test_page_draws_the_boxes_that_the_sample_reads(family: str, drawn: Path, tm
     drawn_edges = [blue[1].min(), blue[0].min(), blue[1].max(), blue[0].max()]
     # JPEG smears colours over some pixels.
     assert drawn_edges == pytest.approx([edge * scale for edge in (x1, y1, x2, y2)], abs=5)
-
-
-OTHER_FAMILIES = [
-    pytest.param(family, marks=pytest.mark.full) for family in FAMILIES if family != "qwen2_5_vl"
-]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen2_5_vl", *OTHER_FAMILIES])
-def test_step_trains_on_boxes(family: str, drawn: Path, tmp_path: Path) -> None:
-    """With other limits than those of the index: no sample is left out, and the tokens of answers count."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
-    spec = read_spec(hf)
-    index_datasets(DataConfig(path=str(drawn)), spec, hf)
-    limits = [word for name, value in LIMITS["small"].items() for word in (f"--data.{name}", str(value))]
-    options = ["--data.path", str(drawn), "--data.seq_len", "512", "--data.num_workers", "0", *limits]
-    options += ["--log.samples", "true", "--global_batch_size", "8", "--optimizer.warmup_steps", "0"]
-    prepared = prepare(tmp_path / "prepared", hf, samples=4)
-    done = train(prepared, tmp_path / "run", *options, ranks=1, steps=1)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (step,), (rows,) = metrics(tmp_path / "run"), metrics(tmp_path / "run", "samples.jsonl")
-    assert np.isfinite(step["loss"]) and not (tmp_path / "run" / "quarantine.jsonl").exists()
-    keys = sum(rows["rows"], [])
-    assert len(keys) >= 8
-
-    data = DataConfig(path=str(drawn), **LIMITS["small"])
-    encoded = {sample.key: sample for sample in raw_samples(open_encoder(data, spec, hf), drawn)}
-    assert step["loss_tokens"] == sum(int(encoded[key].loss_mask[1:].sum()) for key in keys)
 
 
 # --- Answers ------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from data_tools.formats import RecordError, read_conversation
@@ -22,13 +21,10 @@ from megatron_vl.data.row_encoder import cook_sample
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, video_grid
 from megatron_vl.data.sample.pixel_settings import PixelSettings, read_pixel_settings
-from megatron_vl.data.sample.videos import probe_video, video_planes
 from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.positions import mrope_positions
 from tests.data.datasets import converted
-from tests.data.helpers import spec_of
 from tests.data.media import encoded, video, write
 from tests.data_tools.test_parts_of_media import ANSWER, in_address, in_part, listed
 from tests.tiny import tiny_checkpoint
@@ -174,16 +170,6 @@ def test_images_of_a_list_are_resized_once() -> None:
     assert size_of(grid, QWEN2_5) == (392, 476)
 
 
-def test_clip_worked_out_by_hand() -> None:
-    """From 5 to 8 s of 10 frames a second: frames 50 to 80, 31 frames or 3.1 s, of which 2 a second are 6."""
-    info = VideoInfo(100, 10.0, 56, 56, limits={"video_start": 5.0, "video_end": 8.0})
-    for settings in (QWEN2_5, qwen3(6)):
-        assert frame_indices(info, settings) == [50, 56, 62, 68, 74, 80]
-        grid = video_grid(info, settings)
-        assert grid.timestamps == pytest.approx((0.3, 1.5, 2.7))  # of 0 and 0.6, 1.2 and 1.8, 2.4 and 3
-        assert grid.second_per_grid == np.float32(2 / (6 / 31 * 10))  # 1.03 s
-
-
 def test_times_equal_the_processors() -> None:
     """transformers makes times of numbers of frames, which are those of a file that begins with the clip."""
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -223,19 +209,6 @@ def test_more_frames_than_the_runs_are_refused_and_their_limits_bounded() -> Non
     assert len(frame_indices(VideoInfo(100, 10.0, 56, 56, limits={"max_frames": 20}), run)) == 8
 
 
-@pytest.mark.parametrize("settings", [QWEN2_5, qwen3(6)], ids=["qwen2.5", "qwen3"])
-def test_pixels_of_a_clip_are_those_of_its_frames(settings) -> None:
-    file = video(40)
-    whole = probe_video(file)
-    clip = dataclasses.replace(whole, limits={"video_start": 1.0, "video_end": 3.0, "fps": 3.0})
-    numbers = frame_indices(clip, settings)
-    assert numbers == [10, 14, 18, 22, 26, 30]
-    grid = video_grid(clip, settings)
-    every = dataclasses.replace(whole, limits={"nframes": 40})
-    all_planes = video_planes(file, every, grid, settings)
-    assert torch.equal(video_planes(file, clip, grid, settings), all_planes[numbers])
-
-
 # --- Times of images ----------------------------------------------------------------------------------------
 
 
@@ -252,15 +225,6 @@ def test_times_of_images_worked_out_by_hand() -> None:
     assert read.media_references[0][1].fps == 0.2
     grid = video_grid(VideoInfo(3, 0.2, 56, 56, "whole", limits=read.media_limits[0]), qwen3(4))
     assert grid.timestamps == (11.25, 20.0) and grid.second_per_grid == 10.0
-
-
-def test_times_of_images_are_in_the_positions_of_qwen2_5() -> None:
-    """Two positions a second: groups of 2 s are 4 apart, of 1 s as without times they would be 2 apart."""
-    spec = spec_of("qwen2_5_vl")
-    limits = {"timestamps": [0.0, 1.0, 2.0, 3.0]}
-    grid = video_grid(VideoInfo(4, 1.0, 56, 56, "whole", limits=limits), QWEN2_5)
-    tokens = torch.full((grid.num_tokens(2),), spec.video_token_id)
-    assert mrope_positions(tokens, [grid], spec)[0].unique().tolist() == [0, 4]
 
 
 # --- Records ------------------------------------------------------------------------------------------------

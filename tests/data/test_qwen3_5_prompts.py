@@ -58,6 +58,14 @@ class Unit:
     rows: int
     columns: int
     token: str = "<|video_pad|>"
+    later: int = 0
+    """In time, after ``at``."""
+
+    def positions(self) -> torch.Tensor:
+        """int64 [3, rows * columns]"""
+        rows = torch.arange(self.rows).repeat_interleave(self.columns)
+        columns = torch.arange(self.columns).repeat(self.rows)
+        return self.at + torch.stack([torch.full_like(rows, self.later), rows, columns])
 
 
 Run = tuple[int, list[str]] | Unit
@@ -192,10 +200,8 @@ def written(runs: list[Run]) -> tuple[list[str], torch.Tensor]:
     positions: list[torch.Tensor] = []
     for run in runs:
         if isinstance(run, Unit):
-            rows = torch.arange(run.rows).repeat_interleave(run.columns)
-            columns = torch.arange(run.columns).repeat(run.rows)
             tokens += [run.token] * (run.rows * run.columns)
-            positions.append(run.at + torch.stack([torch.zeros_like(rows), rows, columns]))
+            positions.append(run.positions())
         else:
             tokens += run[1]
             positions.append((run[0] + torch.arange(len(run[1]))).expand(3, -1))

@@ -121,15 +121,6 @@ def inspected(out: Path, index: int, capsys, family: str = "qwen2_5_vl") -> dict
     return json.loads(capsys.readouterr().out)
 
 
-def test_qwen3_vl_gets_the_times_of_images(media, tmp_path, capsys):
-    """Images at 0, 1, 2, 3, 4 (and 5) s: the groups are at 0.5, 2.5 and 4.5 s."""
-    out, _ = converted(tmp_path, [part(video=frames(1, 2, 3, 4, 10), sample_fps=1)])
-    seen = inspected(out, 0, capsys, "qwen3_vl")
-    assert seen["media"][0]["timestamps"] == [0.5, 2.5, 4.5]
-    text = "".join(piece for turn in seen["turns"] for piece, _ in turn["pieces"])
-    assert all(time in text for time in ("<0.5 seconds>", "<2.5 seconds>", "<4.5 seconds>"))
-
-
 def test_unusable_frames_are_named(media, tmp_path):
     (tmp_path / "secret").mkdir()
     write(tmp_path / "secret/1.png", encoded(70, 100))
