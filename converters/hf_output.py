@@ -2,7 +2,13 @@
 
 They are those of the original folder, in its files. FP8 changes that: an original with FP8 weights can be
 written as it is or with plain weights, and one with plain weights in FP8, with experts apart, as transformers
-and vLLM read them (``Fp8Config`` and ``is_layer_skipped`` there decide which names are listed).
+and vLLM read them.
+
+What vLLM reads (``fp8.py`` at 1436674bcb3f and ``utils/quant_utils.py`` at 01693a61cbed, in
+``model_executor/layers/quantization``): ``quant_method`` with "fp8", ``activation_scheme: dynamic``,
+``weight_block_size``; for each matrix ``weight`` in E4M3 and ``weight_scale_inv`` in float32, of whole blocks
+if it is fused with others. A module is plain if ``ignored_layers``, or else ``modules_to_not_convert``, has
+its whole name: all parts of a fused one, or none.
 """
 
 from __future__ import annotations

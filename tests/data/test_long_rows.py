@@ -15,7 +15,7 @@ from megatron_vl.data.packing.fill_row import choose_row_samples
 from megatron_vl.data.packing.plan_rows import plan_rows
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.sample.grids import VideoInfo, video_grid
-from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.sample.pixel_settings import PixelSettings, read_pixel_settings
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, mrope_positions, placeholder_runs
 from megatron_vl.training.rows.row_message import serialize_row
@@ -158,20 +158,36 @@ def video_tokens(spec: ModelSpec, grid: GridTHW) -> torch.Tensor:
     return torch.tensor(token_ids)
 
 
-def test_video_of_four_hours_within_the_released_budgets() -> None:
-    """Qwen3-VL: at most 768 frames, in all 25,165,824 pixels of 2 x 32 x 32 a token."""
-    spec = read_spec(CONFIGS / "Qwen3-VL-8B-Instruct.json")
-    settings = PixelSettings(
-        **{"patch_size": 16, "video_spread": True, "video_fps": 2.0, "video_max_frames": 768},
-        **{"video_min_pixels": 4096, "video_max_pixels": 25_165_824},
-    )
+# Rows and columns of units, of frames of 720 x 1280 pixels. Qwen2-VL and Qwen2.5-VL, 28 pixels a unit: the
+# released folders allow 16,384 units a frame, so 25.7 and 45.7 are rounded. qwen-vl-utils and SGLang allow
+# 768, and of 768 frames 2 * 0.9 * 128,000 / 768 = 300. Sides are divided by sqrt(921,600 / 602,112) = 1.237
+# to 20.8 and 36.9 units, or by sqrt(921,600 / 235,200) = 1.979 to 12.99 and 23.1. Qwen3-VL and Qwen3.5, 32
+# pixels a unit: 25,165,824 pixels in all frames; divided by sqrt(768 * 921,600 / 25,165,824) = 5.303 to 4.2
+# and 7.5.
+@pytest.mark.parametrize(
+    ("family", "config", "max_pixels", "units"),
+    [
+        ("qwen2_vl", "Qwen2-VL-7B-Instruct", 0, (26, 46)),
+        ("qwen2_5_vl", "Qwen2.5-VL-7B-Instruct", 0, (26, 46)),
+        ("qwen2_5_vl", "Qwen2.5-VL-7B-Instruct", 768 * 28 * 28, (20, 36)),
+        ("qwen2_5_vl", "Qwen2.5-VL-7B-Instruct", 300 * 28 * 28, (12, 23)),
+        ("qwen3_vl", "Qwen3-VL-8B-Instruct", 25_165_824, (4, 7)),
+        ("qwen3_5", "Qwen3.5-9B", 25_165_824, (4, 7)),
+    ],
+)
+def test_video_of_four_hours_within_the_budget_of_its_family(family, config, max_pixels, units) -> None:
+    """768 frames: 384 groups of rows x columns units, a token each; from Qwen3-VL on, a time before each."""
+    data = DataConfig(video_max_frames=768, video_max_pixels=max_pixels)
+    settings = read_pixel_settings(tiny_checkpoint(family), data)
     grid = video_grid(FOUR_HOURS, settings)
-    assert grid.t == 384 and grid.t * 2 * grid.h * grid.w * 16 * 16 <= 25_165_824
-    assert grid.timestamps[-1] == pytest.approx(4 * 3600, abs=12)
+    assert (grid.t, grid.h // 2, grid.w // 2) == (384, *units)
+    spec = read_spec(CONFIGS / f"{config}.json")
     token_ids = video_tokens(spec, grid)
-    positions = mrope_positions(token_ids, [grid], spec)
-    # Each frame group is 4 x 8 units after 4 tokens of its time and a mark, and one mark follows.
-    assert (grid.h // 2, grid.w // 2) == (4, 7) and positions.max() == grid.t * (4 + 1 + 7 + 1) - 1
+    assert int((token_ids == spec.video_token_id).sum()) == 384 * units[0] * units[1] < MILLION
+    if spec.vision.video_timestamps:
+        assert grid.timestamps[-1] == pytest.approx(4 * 3600, abs=12)
+        # Each group follows 4 tokens of its time and a mark, and one mark follows it.
+        assert mrope_positions(token_ids, [grid], spec).max() == 384 * (4 + 1 + 7 + 1) - 1
 
 
 def test_positions_of_a_video_of_four_hours_follow_its_seconds() -> None:

@@ -28,7 +28,7 @@ from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.helpers import stack_mtp_experts
 from tests.support.ranks import in_ranks
-from tests.support.tiny_run import metrics, prepare, trainings
+from tests.support.tiny_run import metrics, prepare, trained, trainings
 from tests.support.tiny_trainer import save, train, trainer_of
 from tests.tiny import tiny_checkpoint
 from tests.training.test_context_parallel import check_moves
@@ -54,7 +54,7 @@ def test_run_logs_evaluates_saves_and_exports_it_and_may_switch_it(prepared, tmp
     run, hf = tmp_path / "run", prepared["hf"]
     # Gradients are clipped in all steps.
     words = "--steps 8 --optimizer.clip_grad 0.01 --log.interval 1 --eval.interval 2 --eval.rows 4".split()
-    words += "--checkpoint.interval 2 --checkpoint.keep 9".split()
+    words += "--optimizer.lr 1e-2 --checkpoint.interval 2 --checkpoint.keep 9".split()
     on = [*words, "--mtp.loss", "0.3", "--model.checkpoint", ""]
     off = [*words, "--model.checkpoint", ""]
     said = trainings(
@@ -92,6 +92,13 @@ def test_run_logs_evaluates_saves_and_exports_it_and_may_switch_it(prepared, tmp
         assert exported.keys() == original.keys() and bool(report.carried) != is_trained
         assert all(torch.equal(exported[name], original[name]) != is_trained for name in exported)
     assert compare_weights(step_dir_path(run, 4), tmp_path / "hf_4").differences == []
+
+    # Other ranks evaluate the last weights to the same numbers.
+    others = [*on[2:], "--eval.interval", "9", "--parallel.pp", "2", "--parallel.cp", "2"]
+    trained(prepared, tmp_path / "pp_cp", *others, "--model.checkpoint", str(run), ranks=4, steps=3)
+    [again, _], known = metrics(tmp_path / "pp_cp", "eval.jsonl"), evaluations[-1]
+    assert 0 < again["mtp_top1"] == known["mtp_top1"] and again["mtp_tokens"] == known["mtp_tokens"]
+    assert again["mtp_loss"] == pytest.approx(known["mtp_loss"], rel=1e-5)
 
 
 @pytest.mark.ranks
