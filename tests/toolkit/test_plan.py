@@ -120,7 +120,14 @@ def test_optimizer_state_is_spread_without_loss():
         )
 
 
-QUICK = ("qwen2_vl_2b", "qwen2_5_vl_32b", "qwen3_vl_2b", "qwen3_vl_235b_a22b", "qwen3_5_0_8b", "qwen3_5_35b_a3b")
+QUICK = (
+    "qwen2_vl_2b",
+    "qwen2_5_vl_32b",
+    "qwen3_vl_2b",
+    "qwen3_vl_235b_a22b",
+    "qwen3_5_0_8b",
+    "qwen3_5_35b_a3b",
+)
 """An example of each family; together they have TP, PP, VPP, EP, an uneven split and both vision placements."""
 
 
