@@ -128,7 +128,7 @@ QUICK = (
     "qwen3_5_0_8b",
     "qwen3_5_35b_a3b",
 )
-"""An example of each family; together they have TP, PP, VPP, EP, an uneven split and both vision placements."""
+"""One of each family; together they have TP, PP, VPP, EP, an uneven split and both places of the tower."""
 
 
 @cache
