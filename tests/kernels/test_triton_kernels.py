@@ -124,7 +124,7 @@ def test_scans_load_less_ahead_where_shared_memory_is_small(monkeypatch, is_larg
     assert options["STAGES"] == stages
 
 
-def test_the_kernel_has_the_coefficients_of_every_activation() -> None:
+def test_kernel_has_the_coefficients_of_every_activation() -> None:
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
     assert SIGMOID_COEFFICIENTS.keys() == ACTIVATIONS.keys()
     for name, (linear, cubic) in SIGMOID_COEFFICIENTS.items():
@@ -133,7 +133,7 @@ def test_the_kernel_has_the_coefficients_of_every_activation() -> None:
         )
 
 
-def test_one_function_says_where_kernels_run() -> None:
+def test_place_where_kernels_run_is_decided_by_one_function() -> None:
     package = Path(megatron_vl.__file__).parent
     files = [path.name for path in package.rglob("*.py") if "TRITON_INTERPRET" in path.read_text()]
     assert files == ["where_kernels_run.py"]

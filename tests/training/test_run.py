@@ -30,7 +30,7 @@ def whole(prepared: dict[str, Path]) -> Path:
     return run
 
 
-def test_one_line_a_step(whole: Path) -> None:
+def test_run_logs_one_line_a_step(whole: Path) -> None:
     lines = metrics(whole)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[-1]["loss"] < lines[0]["loss"]
@@ -175,7 +175,7 @@ ELSEWHERE: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_another_layout_goes_on_where_the_run_stopped(prepared, resumed, whole, evaluated, name: str) -> None:
+def test_run_goes_on_in_another_layout(prepared, resumed, whole, evaluated, name: str) -> None:
     """The same samples, losses within 1e-6, and the same validation with the tower on every rank."""
     ranks, options = ELSEWHERE[name]
     run = prepared["folder"] / f"elastic_{name}"
