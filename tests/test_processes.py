@@ -154,7 +154,10 @@ except DistError:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "has_frames"), [({}, False), ({"TORCH_CPP_LOG_LEVEL": "WARNING"}, True)])
+@pytest.mark.parametrize(
+    ("level", "has_frames"),
+    [({}, False), pytest.param({"TORCH_CPP_LOG_LEVEL": "WARNING"}, True, marks=pytest.mark.full)],
+)
 def test_killed_launcher_leaves_no_frames_of_torch(level: dict[str, str], has_frames: bool) -> None:
     """Unless the user has asked for them."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}

@@ -96,7 +96,7 @@ def test_preparation_chooses_what_the_user_leaves_out(
         assert parse_config(with_run_dir(words, parse_config(words))).checkpoint.dir == run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path: Path, tiny_checkpoint) -> None:
     words = ["train", "--platform", "cpu", "--model.hf", tiny_checkpoint("qwen2_5_vl")]
     done = subprocess.run(

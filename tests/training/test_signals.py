@@ -216,10 +216,9 @@ def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_pat
     assert verify_checkpoint(run / f"step_{last:08d}") == []
 
 
+@pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "launcher", [LAUNCHER, pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["launcher", "torchrun"]
-)
+@pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN], ids=["launcher", "torchrun"])
 def test_failed_start_prints_one_message_for_all_ranks(launcher, tmp_path):
     options = [
         *"--standalone --nproc-per-node 3 -m megatron_vl.train --model.hf".split(),
