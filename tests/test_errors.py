@@ -41,7 +41,7 @@ def classes() -> dict[str, set[str]]:
     return found
 
 
-def test_every_refusal_has_the_one_base():
+def test_refusals_have_one_base():
     known = classes()
 
     def is_users(name: str) -> bool:
@@ -71,7 +71,7 @@ class OutOfMemoryError(RuntimeError):
         (AssertionError(), False, 1),
     ],
 )
-def test_what_a_user_can_fix(error, fixable, code):
+def test_errors_that_a_user_can_fix(error, fixable, code):
     assert is_user_fixable(error) == fixable and exit_code_of_error(error) == code
     assert ("please report" in describe_error(error)) != fixable
     assert ("\n" not in describe_error(error)) == fixable

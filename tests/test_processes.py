@@ -77,7 +77,7 @@ def test_tree_ends_whole_also_below_a_session_of_its_own() -> None:
     kill_process_tree(root.pid)  # what has ended already is no error
 
 
-def test_no_process_lives_to_see_one_below_it_die() -> None:
+def test_process_tree_is_killed_from_the_top() -> None:
     """A launcher could start the next one, or end as if all were well."""
     root = subprocess.Popen([sys.executable, "-c", MANY_CHILDREN], stdout=subprocess.PIPE, text=True)
     assert root.stdout is not None
@@ -108,7 +108,7 @@ def test_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
     assert "was stopped for 0 s and is killed" in done.stderr
 
 
-def test_without_proc_memory_and_this_process_are_still_known(monkeypatch):
+def test_memory_and_own_process_are_known_without_proc(monkeypatch):
     from megatron_vl.parallel import heartbeat
     from megatron_vl.system import host_memory
 
@@ -154,7 +154,10 @@ except DistError:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("level", "has_frames"), [({}, False), ({"TORCH_CPP_LOG_LEVEL": "WARNING"}, True)])
+@pytest.mark.parametrize(
+    ("level", "has_frames"),
+    [({}, False), pytest.param({"TORCH_CPP_LOG_LEVEL": "WARNING"}, True, marks=pytest.mark.full)],
+)
 def test_killed_launcher_leaves_no_frames_of_torch(level: dict[str, str], has_frames: bool) -> None:
     """Unless the user has asked for them."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}

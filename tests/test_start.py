@@ -67,12 +67,8 @@ def test_core_is_imported_without_inductor(facts: dict[str, bool]) -> None:
     assert not facts["inductor"] and not facts["core compiles"]
 
 
-def test_core_is_imported_without_sinks(facts: dict[str, bool]) -> None:
-    assert not facts["sinks"]
-
-
-def test_transformers_finds_packages_without_reading_all(facts: dict[str, bool]) -> None:
-    assert not facts["listed"] and not facts["packages"]
+def test_core_is_imported_without_sinks_and_without_reading_all_packages(facts: dict[str, bool]) -> None:
+    assert not facts["sinks"] and not facts["listed"] and not facts["packages"]
 
 
 def test_core_compiles_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,5 +102,5 @@ def gather_keys(
 def tokens_for_heads(attention_output: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The reverse of :func:`heads_for_tokens` for the output: [S, h / cp, d] -> [S / cp, h, d]."""
     tokens_by_rank = attention_output.unflatten(0, (group.size(), -1))
-    received_heads = all_to_all(group, tokens_by_rank.contiguous())
+    received_heads = all_to_all(group, tokens_by_rank.contiguous())  # its backward pass is one too
     return received_heads.transpose(0, 1).flatten(1, 2)

@@ -328,6 +328,7 @@ def exchange_with_first(
     if should_gather:
         send_splits, receive_splits = splits_with_first, splits_of_first
 
+    # One exchange with empty splits, because NCCL has no gather or scatter of parts of unequal length.
     received_part = local_part.new_empty(sum(receive_splits), *local_part.shape[1:])
     dist.all_to_all_single(
         received_part, local_part.contiguous(), receive_splits, send_splits, group=process_group

@@ -74,6 +74,7 @@ class ProcessGrid:
         """The value of the rank that owns the replica's loader. Collective over the replica."""
         shared_values = [owned_value]
         if self.replica_ranks > 1:
+            # Over gloo: a pickled object is on the host, and NCCL would copy it to the device and back.
             dist.broadcast_object_list(
                 shared_values, src=self.replica_source_rank, group=self.replica_gloo_group
             )

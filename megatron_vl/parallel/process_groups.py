@@ -154,7 +154,7 @@ def broadcast_from_rank_0[T](make_result: Callable[[], T]) -> T:
             rank_0_error = caught_error
 
     sent_values = [result, _sendable_error(rank_0_error)]
-    dist.broadcast_object_list(sent_values)
+    dist.broadcast_object_list(sent_values)  # with the error, or the other ranks would wait for ever
     if sent_values[1] is not None:
         dist.barrier()  # no rank ends before all have the message
         raise rank_0_error or sent_values[1]
@@ -177,7 +177,7 @@ def min_over_ranks(local_value: float, device: torch.device) -> float:
     """The smallest ``local_value`` of any rank. Collective."""
     smallest_value = torch.tensor(local_value, dtype=torch.float64, device=device)
     dist.all_reduce(smallest_value, op=dist.ReduceOp.MIN)
-    return smallest_value.item()
+    return smallest_value.item()  # a sync; called outside of steps
 
 
 def group_of_this_rank() -> Any:

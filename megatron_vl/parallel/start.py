@@ -40,7 +40,7 @@ def exit_if_stop_requested(platform: Platform) -> None:
     signal_tensor = torch.tensor(
         signal.Signals[signal_name].value if signal_name else 0, device=platform.device
     )
-    dist.all_reduce(signal_tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(signal_tensor, op=dist.ReduceOp.MAX)  # a signal may have reached one rank alone
     signal_number = int(signal_tensor)
     if not signal_number:
         return

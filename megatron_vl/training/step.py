@@ -183,6 +183,7 @@ def weigh_mtp(rows: list[DeviceRow], factor: float) -> None:
     without host synchronisation.
     """
     masks = [(row.loss_mask, row.whole_row.two_ahead[1]) for row in rows if row.whole_row]
+    # Before the passes, because the backward pass of the first row needs the counts of all.
     counts = torch.stack([torch.stack([(mask != 0).sum() for mask in pair]) for pair in masks]).sum(0)
     dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     for row in rows:

@@ -38,7 +38,7 @@ def card_file(tiny_checkpoint, tmp_path_factory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_the_card_has_what_was_measured(card_file: Path) -> None:
+def test_card_has_what_was_measured(card_file: Path) -> None:
     card = json.loads(card_file.read_text())
     model = card["model"]
     assert (model["language_layers"], model["config_language_layers"]) == (3, 4)
@@ -70,7 +70,7 @@ def test_the_card_has_what_was_measured(card_file: Path) -> None:
         ("qwen3_5_moe", "bfloat16", 5e-3),
     ],
 )
-def test_another_learning_rate_shows(family: str, dtype: str, limit: float, tiny_checkpoint, tmp_path):
+def test_card_shows_another_learning_rate(family: str, dtype: str, limit: float, tiny_checkpoint, tmp_path):
     """Of bf16 as well, where the gap has the size of the one between two kernels."""
     run = {"hf": str(tiny_checkpoint(family)), "folder": str(tmp_path / "card"), "dtype": dtype}
     gaps = call(card_losses, **run, steps=STEPS, lr=LR)
@@ -83,7 +83,7 @@ def test_another_learning_rate_shows(family: str, dtype: str, limit: float, tiny
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
+def test_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
     card = json.loads(card_file.read_text())
     for name in ("qwen3_vl", "qwen3_vl-small", "qwen3_vl_moe"):
         (tmp_path / f"{name}.json").write_text(json.dumps(card | {"date": f"day of {name}"}))
@@ -103,7 +103,7 @@ def test_a_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
     assert "\n\n" not in image  # a blank line ends Markdown's block of HTML
 
 
-def test_a_page_without_a_card_stays_as_it_is(tmp_path, monkeypatch) -> None:
+def test_page_without_a_card_stays_as_it_is(tmp_path, monkeypatch) -> None:
     hooks = docs_hooks()
     monkeypatch.setattr(hooks, "CARDS", tmp_path)
     written = (ROOT / "docs" / "families" / "qwen2_vl.md").read_text()
@@ -119,7 +119,7 @@ def site_page(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL-2B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5-35B-A3B"])
-def test_a_config_with_fewer_layers_describes_the_model(name: str) -> None:
+def test_config_with_fewer_layers_describes_the_model(name: str) -> None:
     spec = read_spec(ROOT / "tests" / "hf_configs" / f"{name}.json")
     fewer = spec.replace_layers(num_language_layers=5, num_vision_layers=10)
     assert read_spec(fewer.hf_config) == fewer and fewer.language.num_layers == 5

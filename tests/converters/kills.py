@@ -1,6 +1,6 @@
 """Kills conversions with SIGKILL at chosen and random moments and starts them again.
 
-    python -m tests.converters.kills HF DIR
+    python -m tests.converters.kills HF DIR [CHOSEN RANDOM SEED [COMMAND ...]]
 
 Each attempt runs in its own process, forked from one that has imported everything. The program prints a JSON
 line for each kill.
@@ -171,7 +171,10 @@ def check(
 
 if __name__ == "__main__":
     origin, place = Path(sys.argv[1]), Path(sys.argv[2])
-    chosen, at_random, seed = (int(word) for word in (*sys.argv[3:], *("3", "2", "0")[len(sys.argv) - 3 :]))
-    for name in ("convert", "split", "merge", "export"):
-        check(name, origin, place, random.Random(seed), chosen, at_random)
+    chosen, at_random, seed = (int(word) for word in (*sys.argv[3:6], *("3", "2", "0")[len(sys.argv) - 3 :]))
+    for name, work in conversions(origin, place).items():
+        if name in sys.argv[6:] or not sys.argv[6:]:
+            check(name, origin, place, random.Random(seed), chosen, at_random)
+        else:
+            attempt(work, place / f"whole_{name}", place / "log", False)
     check("merge", origin, place, random.Random(seed), chosen, at_random, place / "whole_split")

@@ -307,7 +307,7 @@ def test_square_experts_need_a_known_version(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_linear_is_what_peft_means_by_it(family: str) -> None:
+def test_all_linear_targets_are_those_of_peft(family: str) -> None:
     """But for the gate of shared experts, which can have no adapter here."""
     hf = float_checkpoint(family)
     model = peft_model(hf, target_modules="all-linear").base_model.model

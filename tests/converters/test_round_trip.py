@@ -221,7 +221,7 @@ def test_round_trip_of_a_stored_tied_output(tmp_path: Path) -> None:
     )
 
 
-def test_other_files_are_copied(tmp_path: Path) -> None:
+def test_conversion_copies_other_files(tmp_path: Path) -> None:
     """Folders of templates and files linked as in the hub's cache are copied; weights in other formats
     are named instead."""
     origin = released_folder(tmp_path / "cache" / "snapshots" / "1a2b", "Qwen2.5-VL-3B-Instruct")

@@ -44,7 +44,7 @@ PUBLIC_BASE_CLASSES = REGISTER["public_base_classes"]
 
 
 @pytest.mark.parametrize("code", FIXES)
-def test_entry_is_true(code: str) -> None:
+def test_register_entry_is_true(code: str) -> None:
     """What it touches and its test exist, and it says why and until when."""
     fix = FIXES[code]
     module, _, name = code.partition(":")
@@ -98,7 +98,7 @@ def sets(kind: type, name: str) -> bool:
     return re.search(rf"\bself\.{name}\b[^=\n]*=", source) is not None
 
 
-def test_entry_names_its_thread_or_has_a_report_to_file() -> None:
+def test_register_entry_names_its_thread_or_has_a_report_to_file() -> None:
     reports = (scan.ROOT / "docs/upstream.md").read_text()
     named = set(re.findall(r"`([\w.]+:\w+)`", reports))
     assert named == {code for code, fix in FIXES.items() if "issue" not in fix}
@@ -134,7 +134,7 @@ def is_touched(reach: scan.Reach) -> bool:
     return reach.target in touched or any(target.split(".")[-names:] == end for target in touched)
 
 
-def test_every_subclass_has_an_entry() -> None:
+def test_register_has_every_subclass() -> None:
     found = {f"{reach.module}:{reach.scope}": str(reach) for reach in scan.subclasses()}
     assert len(found) >= 14
     known = FIXES.keys() | PUBLIC_BASE_CLASSES.keys()
@@ -142,19 +142,19 @@ def test_every_subclass_has_an_entry() -> None:
     assert PUBLIC_BASE_CLASSES.keys() <= found.keys()
 
 
-def test_every_replaced_attribute_has_an_entry() -> None:
+def test_register_has_every_replaced_attribute() -> None:
     found = scan.assignments()
     assert {"torch.compile", "megatron.core.parallel_state.create_group"} <= {r.target for r in found}
     assert [str(reach) for reach in found if not is_touched(reach)] == []
 
 
-def test_every_private_name_has_an_entry() -> None:
+def test_register_has_every_private_name() -> None:
     found = scan.private_names()
     assert len(found) > 8
     assert [str(reach) for reach in found if not is_touched(reach)] == []
 
 
-def test_every_filter_has_an_entry() -> None:
+def test_register_has_every_filter() -> None:
     """Of warnings and of loggers; ``toolkit`` and ``tests`` may silence what they start."""
     found = [reach for reach in scan.silenced() if reach.module.startswith("megatron_vl")]
     assert found
@@ -317,7 +317,7 @@ def sources_of(package: str) -> str:
     return "\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob("*.py")))
 
 
-def test_what_is_silenced_is_still_said() -> None:
+def test_silenced_warnings_are_those_that_core_still_writes() -> None:
     """By the source of core; the last sentence of torch's is in its compiled part."""
     text = re.sub(r'"\s*f?"', "", sources_of("megatron.core")).replace("{world_size}", "1")
     missing = [pattern for pattern in IGNORED_WARNINGS if not re.search(pattern.strip(".*"), text)]

@@ -110,7 +110,9 @@ def test_boxes_of_calls_and_of_reasoning_are_written_in_the_order_of_the_templat
         ("resized", (96, 48, 192, 191), "[250, 250, 500, 995]", "[96, 48, 192, 191]"),
     ],
 )
-def test_each_frame_of_reference_becomes_that_of_the_family(frame, numbers, thousandths, resized) -> None:
+def test_boxes_in_each_frame_of_reference_become_those_of_the_family(
+    frame, numbers, thousandths, resized
+) -> None:
     """101 / 400 is 252.5 thousandths: halves go to even, once. 96 of the 384 pixels of Qwen3.5's
     resized image are a quarter."""
     objects = [box(*numbers, frame=frame)]

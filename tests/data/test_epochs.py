@@ -43,7 +43,7 @@ def trained_samples(plan: BatchPlanner, steps: int | None = None) -> list[list[i
 
 @pytest.mark.parametrize("packs", [True, False])
 @pytest.mark.parametrize(("samples", "rows", "epochs"), [(1, 8, 2), (40, 8, 1), (400, 6, 1), (57, 4, 3)])
-def test_a_pass_trains_on_every_usable_sample_exactly_once(samples, rows, epochs, packs):
+def test_pass_trains_on_every_usable_sample_exactly_once(samples, rows, epochs, packs):
     if samples == 1:
         plan = BatchPlanner(
             SampleOrder([1], [1.0], seed=3, is_shuffled=True),
@@ -59,7 +59,7 @@ def test_a_pass_trains_on_every_usable_sample_exactly_once(samples, rows, epochs
     assert counts == {i: epochs for i in range(samples) if i % 7}
 
 
-def test_a_resumed_pass_ends_with_the_same_steps():
+def test_resumed_pass_ends_with_the_same_steps():
     whole = trained_samples(planner(57, 4, 3))
     for step in range(len(whole) + 1):
         first = planner(57, 4, 3)
@@ -69,7 +69,7 @@ def test_a_resumed_pass_ends_with_the_same_steps():
         assert trained_samples(later) == whole[step:]
 
 
-def test_a_pass_more_continues_a_run_that_has_ended():
+def test_further_pass_continues_a_run_that_has_ended():
     first = planner(57, 4, 1)
     trained = sum(trained_samples(first), [])
     longer = planner(57, 4, 2)
@@ -77,7 +77,7 @@ def test_a_pass_more_continues_a_run_that_has_ended():
     assert Counter(trained + sum(trained_samples(longer), [])) == {i: 2 for i in range(57) if i % 7}
 
 
-def test_a_pass_of_a_blend_needs_repetitions():
+def test_pass_of_a_blend_needs_repetitions():
     assert SampleOrder([10], [1.0], seed=1, is_shuffled=True).pass_size == 10
     assert SampleOrder([10, 20], [0.5, 0.5], seed=1, is_shuffled=True).pass_size is None
     repeated = SampleOrder([10, 20], [0.5, 0.5], seed=1, is_shuffled=True, draws_per_pass=[20, 20])

@@ -148,7 +148,7 @@ UNFINISHED = {
 
 
 @pytest.mark.parametrize("end", UNFINISHED)
-def test_what_is_finished_is_kept(encoders, end) -> None:
+def test_finished_turns_are_kept(encoders, end) -> None:
     messages, kept, left_out = UNFINISHED[end]
     read = read_conversation({"messages": messages})
     assert (read.messages, read.unfinished_turns) == (messages[:kept], left_out)

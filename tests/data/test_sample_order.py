@@ -16,10 +16,9 @@ def order_of(*shards: int, block: int) -> BlockOrder:
     return BlockOrder(np.array(shards, np.int64), block)
 
 
-@pytest.mark.parametrize("block", [1, 2, 16, 100, 5000])
-@pytest.mark.parametrize("shards", [[1000] * 1000, UNEVEN.tolist()], ids=["even", "uneven"])
-def test_block_order_has_a_million_samples_once(shards, block):
-    order = order_of(*shards, block=block)
+@pytest.mark.parametrize("block", [1, 16, 5000])
+def test_block_order_has_a_million_samples_once(block):
+    order = order_of(*UNEVEN.tolist(), block=block)
     walk = order.samples(np.arange(order.size), 7)
     assert (np.bincount(walk, minlength=order.size) == 1).all()
     at = np.random.default_rng(1).integers(0, order.size, 1000)
@@ -33,8 +32,9 @@ def test_block_order_of_small_data_sets_has_each_sample_once(shards, block):
     order = order_of(*shards, block=block)
     walk = order.samples(np.arange(order.size), 3)
     assert sorted(walk.tolist()) == [*range(order.size)]
-    single = [order.samples(np.array([position]), 3)[0] for position in range(order.size)]
-    assert single == walk.tolist()
+    positions = range(0, order.size, 1 + order.size // 100)
+    single = [order.samples(np.array([position]), 3)[0] for position in positions]
+    assert single == walk[positions].tolist()
 
 
 def test_block_order_keeps_blocks_together():

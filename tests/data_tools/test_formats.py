@@ -73,7 +73,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_one_conversation_in_every_format_has_the_same_canonical_messages(name):
+def test_conversation_has_the_same_canonical_messages_in_every_format(name):
     conversation = read_conversation(SAME[name])
     assert conversation.messages == IMAGES
     assert conversation.media_references == MEDIA
@@ -187,7 +187,7 @@ WITH_TOOLS = {
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_calls_in_every_format_become_the_same_messages(name):
+def test_tool_calls_become_the_same_messages_in_every_format(name):
     conversation = read_conversation(WITH_TOOLS[name])
     assert conversation.messages == CALLS
     assert conversation.tool_definitions == [TOOL]

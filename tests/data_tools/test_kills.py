@@ -103,7 +103,7 @@ def test_killed_conversion_leaves_are_removed(source, tmp_path, undisturbed):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_two_conversions_into_one_folder_are_refused(source, tmp_path, undisturbed):
+def test_conversion_into_a_folder_that_another_has_is_refused(source, tmp_path, undisturbed):
     out = tmp_path / "out"
 
     def hold(ready: Any) -> None:

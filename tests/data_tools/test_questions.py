@@ -140,7 +140,7 @@ def test_base64_is_recognised_without_data(kind: str):
         read_media(broken, MediaRoots())
 
 
-def test_a_long_reference_is_cut_in_messages():
+def test_long_reference_is_cut_in_messages():
     with pytest.raises(RecordError) as refusal:
         read_media("A" * 100_000, MediaRoots((Path("/nowhere"),)))
     assert len(str(refusal.value)) < 1000

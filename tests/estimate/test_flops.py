@@ -294,7 +294,7 @@ def test_multi_token_prediction_equals_counted(tiny_checkpoint, family: str, tra
 
 
 @pytest.mark.parametrize("family", HYBRID)
-def test_the_delta_rule_is_that_of_the_recurrence(tiny_checkpoint, family: str) -> None:
+def test_delta_rule_has_the_flops_of_the_recurrence(tiny_checkpoint, family: str) -> None:
     """Torch's count for one token as matrix products: S^T k, k d^T and S^T q of each value head."""
     spec = read_spec(tiny_checkpoint(family))
     m, a = spec.language, spec.language.linear_attention

@@ -64,7 +64,7 @@ def test_parameters_are_those_of_the_modules(family: str, world_size: int, optio
         assert (stage.parameter_count, stage.trained_count) == counts
 
 
-def test_only_adapters_have_gradients_and_optimizer_state() -> None:
+def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
     """With q and v of rank 8 in 28 layers. Their B has the rows of the fused matrix, those of k included."""
     options = "--lora.rank 8 --lora.targets [q_proj,v_proj]"
     everything, trained = count_parameters(config_of(options), spec_of(B7))
@@ -127,7 +127,7 @@ def test_page_states_what_is_estimated_today(line: str) -> None:
         ),
     ],
 )
-def test_what_contradicts_itself_is_refused(options: str, message: str) -> None:
+def test_lora_fields_that_contradict_each_other_are_refused(options: str, message: str) -> None:
     with pytest.raises(RunConfigError, match=message):
         memory_of(B7, f"--lora.rank 16 {options}")
 

@@ -58,7 +58,7 @@ def _estimate(facts: dict[str, Any]) -> MeasuredRun:
     return MeasuredRun(facts, config, 1e3 * run.step_seconds, gib)
 
 
-def test_every_run_is_named_once_and_at_most_eight_are_fitted() -> None:
+def test_measured_runs_are_named_once_and_at_most_eight_are_fitted() -> None:
     runs = measured_runs()
     assert len({run.facts["name"] for run in runs}) == len(runs) > 100
     assert 4 <= sum(bool(run.facts.get("fit")) for run in runs) <= 8
@@ -84,7 +84,7 @@ def comparable(run: MeasuredRun) -> tuple:
     return facts["model"], cut, machine, work
 
 
-def test_the_faster_of_two_measured_layouts_is_predicted_faster() -> None:
+def test_faster_of_two_measured_layouts_is_predicted_faster() -> None:
     """Where they differ by more than 10 %."""
     compared, wrong = 0, []
     timed = [run for run in measured_runs() if run.facts["ms"] and run.facts["name"] not in UNSTEADY]

@@ -54,7 +54,7 @@ def stage(config: TrainConfig, spec: ModelSpec, share: float) -> StageMemory:
     return found
 
 
-def test_what_leaves_the_gpu_is_in_host_memory_but_for_half_of_the_master_weights(config, spec) -> None:
+def test_offloaded_state_is_in_host_memory_but_for_half_of_the_master_weights(config, spec) -> None:
     none, half, whole = (stage(config, spec, share) for share in (0.0, 0.5, 1.0))
     assert none.host_bytes == 0 and whole.optimizer == 0
     assert half.optimizer == none.optimizer / 2
@@ -132,7 +132,7 @@ def test_message_names_the_share_that_would_fit(spec) -> None:
     assert least_offload_fraction(config, spec, make_layout(spec), 2, 30.0) is None
 
 
-def test_more_than_the_node_has_is_refused_before_it_is_allocated(config, spec, monkeypatch) -> None:
+def test_offload_beyond_host_memory_is_refused_before_it_is_allocated(config, spec, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     layout = make_layout(spec)
     check_host_memory(config, spec, layout, 2, GPU, 10)

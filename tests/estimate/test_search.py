@@ -42,7 +42,7 @@ def find(*request: Any, **other: Any) -> list[RunPrediction]:
     return search_layouts(request_of(*request, **other))
 
 
-def test_the_7b_on_eight_gpus_is_data_parallel() -> None:
+def test_search_finds_data_parallelism_for_the_7b_on_eight_gpus() -> None:
     """The fastest measured layout (docs/pipelines.md), and its recompute: 8 GPUs have no room for none."""
     best = find("Qwen2.5-VL-7B", 8, 64)[0]
     assert (best.layout.tp, best.layout.pp, best.dp) == (1, 1, 8)
@@ -50,7 +50,7 @@ def test_the_7b_on_eight_gpus_is_data_parallel() -> None:
     assert best.config.recompute.vision == "activation" and not best.config.optimizer.offload_fraction
 
 
-def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
+def test_search_finds_layouts_that_fit_and_that_the_run_accepts() -> None:
     found = find("Qwen2.5-VL-7B", 4, 16, gpu="H100")
     steps = [prediction.step_seconds for prediction in found]
     assert found and steps == sorted(steps)
@@ -68,14 +68,14 @@ def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
 
 
 @pytest.mark.slow
-def test_the_72b_needs_more_than_data_parallelism() -> None:
+def test_search_finds_more_than_data_parallelism_for_the_72b() -> None:
     best = find("Qwen2.5-VL-72B", 32, 64)[0]
     assert best.layout.tp * best.layout.pp >= 4 and best.mfu > 0.3
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 8, 64, 1024, 4096])
-def test_every_number_of_gpus_is_searched_in_time(world: int) -> None:
+def test_search_ends_in_time_for_every_number_of_gpus(world: int) -> None:
     """2 s for the command on an idle machine; processor time of one that is twice as slow."""
     began = time.process_time()
     found = find("Qwen3-VL-235B-A22B", world, 8 * world)
@@ -88,7 +88,7 @@ def test_every_number_of_gpus_is_searched_in_time(world: int) -> None:
     ("size", "world", "batch"),
     [("Qwen2.5-VL-7B", 2, 8), pytest.param("Qwen3-VL-30B-A3B", 16, 32, marks=pytest.mark.full)],
 )
-def test_what_is_left_out_changes_nothing(size: str, world: int, batch: int) -> None:
+def test_search_leaves_out_only_what_changes_nothing(size: str, world: int, batch: int) -> None:
     """A search that returns all layouts ends at none."""
     few, every = find(size, world, batch), find(size, world, batch, result_count=10**6)
     assert every[: len(few)] == few
@@ -122,7 +122,7 @@ def test_search_keeps_only_outputs_that_a_run_can_keep(size, gpu, options, kept)
     assert {kind for recompute in recomputes for kind in recompute.keep} == kept
 
 
-def test_the_smallest_layout_does_not_fit_where_none_does() -> None:
+def test_search_finds_nothing_where_the_smallest_layout_does_not_fit() -> None:
     request = request_of("Qwen2.5-VL-72B", 2, 8)
     assert search_layouts(request) == [] and smallest_layout(request).peak_gib > 131.8
 

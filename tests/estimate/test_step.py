@@ -35,7 +35,7 @@ def run(size: str, world: int, options: str, **layers: int) -> RunPrediction:
     return predict_run(config(options), spec_of(size, **layers), world)
 
 
-def test_a_step_of_text_by_hand() -> None:
+def test_step_of_text_worked_by_hand() -> None:
     """10 layers of the 7B: 6 FLOPs a weight and token, and causal attention over documents of 500 tokens."""
     found = run(B7, 1, "--global_batch_size 8 --data.path synthetic:text", num_language_layers=10)
     tokens, h, ffn = 0.98 * 8192, 3584, 18944
@@ -46,7 +46,7 @@ def test_a_step_of_text_by_hand() -> None:
     assert found.step_seconds == pytest.approx(expected)
 
 
-def test_the_bubble_by_hand() -> None:
+def test_bubble_worked_by_hand() -> None:
     """Four equal stages and eight rows: three rows more, and a seventh of them with seven chunks each."""
     options = "--global_batch_size 8 --parallel.pp 4 --model.freeze_vision true --data.path synthetic:text"
     plain = run(B7, 4, f"{options} --parallel.layers [7,7,7,7]")
@@ -113,7 +113,7 @@ def test_balanced_by_hand() -> None:
     assert balance_layers((1.0,) * 7, 5.0, 0.0, 2, 2) in ((0, 3, 1, 3), (0, 2, 1, 4), (0, 4, 1, 2))
 
 
-def test_the_split_is_the_same_on_every_platform_and_number_of_gpus() -> None:
+def test_split_is_the_same_on_every_platform_and_number_of_gpus() -> None:
     spec, options = spec_of(B7), "--global_batch_size 8 --parallel.pp 2"
     layouts = {run_layout(config(f"{options} {more}"), spec, 2) for more in ("", "--platform cpu")}
     layouts |= {
@@ -128,7 +128,7 @@ def test_the_split_is_the_same_on_every_platform_and_number_of_gpus() -> None:
 # --- The refusal --------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_does_not_fit_is_refused_with_what_to_do() -> None:
+def test_run_that_does_not_fit_is_refused_with_what_to_do() -> None:
     spec = spec_of(B7)
     given = config("--global_batch_size 8 --parallel.pp 2 --parallel.layers [14,14]")
     layout = run_layout(given, spec, 2)
@@ -147,13 +147,13 @@ def test_a_run_that_does_not_fit_is_refused_with_what_to_do() -> None:
 # --- GPUs ---------------------------------------------------------------------------------------------------
 
 
-def test_a_device_name_names_its_kind() -> None:
+def test_device_name_names_its_kind() -> None:
     assert find_gpu("NVIDIA H200") == find_gpu("h200") == find_gpu()
     assert find_gpu("NVIDIA GeForce RTX 4090").marketed_gb == 24
     assert (peak_tflops("NVIDIA H800"), peak_tflops("cpu"), peak_tflops("cpu", 5.0)) == (989.0, 0.0, 5.0)
 
 
-def test_this_machines_gpus_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_takes_the_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(name: str, mib: int = 143771) -> gpus.Gpu | None:
         monkeypatch.setattr(gpus, "query_gpus", lambda: [gpus.GpuInfo(0, name, mib, 0, "580")])
         return gpus.local_gpu.__wrapped__()

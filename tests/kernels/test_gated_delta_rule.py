@@ -88,7 +88,7 @@ def test_float64_is_that_of_the_recurrence() -> None:
     torch.testing.assert_close(ours.float(), recurrent, rtol=1e-3, atol=1e-5)
 
 
-def test_a_sequence_changes_no_bit_of_the_others() -> None:
+def test_sequence_changes_no_bit_of_the_others() -> None:
     start, end = bounds()[4]
     results = []
     for change in (False, True):

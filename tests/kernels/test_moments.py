@@ -18,7 +18,7 @@ def rounded(avg: Tensor, square: Tensor, step: int = 1) -> tuple[Tensor, Tensor]
     return first, second
 
 
-def test_a_hash_worked_by_hand() -> None:
+def test_hash_worked_by_hand() -> None:
     """Of moments whose bits are 3 and 5 in step 2, in unsigned arithmetic modulo 2^32."""
     mixed = (3 + 5 * 0x9E3779B1 + 2 * 0x27D4EB2F) % 2**32
     assert mixed == 0x66BF36D6
@@ -34,7 +34,7 @@ def test_a_hash_worked_by_hand() -> None:
     assert second.view(torch.int16).item() == (5 + (mixed >> 16)) >> 16
 
 
-def test_what_bf16_holds_stays_and_all_else_goes_to_a_neighbour() -> None:
+def test_rounding_keeps_what_bf16_holds_and_takes_a_neighbour_otherwise() -> None:
     torch.manual_seed(0)
     avg = torch.randn(50_000) * torch.logspace(-40, 30, 50_000)
     square = avg.square().clamp(max=1e38) * torch.where(torch.rand(50_000) < 0.5, -1.0, 1.0)
@@ -52,7 +52,7 @@ def test_what_bf16_holds_stays_and_all_else_goes_to_a_neighbour() -> None:
 
 
 @pytest.mark.parametrize("low", HALF_AND_QUARTERS)
-def test_the_mean_is_right_over_elements_and_over_steps(low: int) -> None:
+def test_rounding_has_the_right_mean_over_elements_and_steps(low: int) -> None:
     """Also of numbers that are all the same, which only steps or their partner tell apart."""
     count = 40_000
     number = torch.tensor([0x3F800000 + low], dtype=torch.int32).view(torch.float32)

@@ -13,7 +13,7 @@ from tests.support.ranks import call
 
 
 @pytest.mark.ranks
-def test_a_step_with_the_kernels_is_the_step_without(tiny_checkpoint) -> None:
+def test_step_with_the_kernels_is_the_step_without(tiny_checkpoint) -> None:
     """Takes one step from the same weights on the same rows, with the kernels (also of
     window layers) interpreted."""
     # Heads of 40; interpreted layers take most of the time, one with windows and one without.
@@ -67,7 +67,7 @@ def test_wrong_gradients_of_flash_attention_are_noticed(monkeypatch, error, wron
     assert flash_attention_is_right(4, 256, not wrong_with_gathered_keys)
 
 
-def test_the_reference_of_gathered_keys_sees_what_the_backend_of_the_cpu_sees() -> None:
+def test_reference_of_gathered_keys_attends_as_the_cpu_backend() -> None:
     query_lengths, key_lengths = torch.tensor([3, 1, 0, 4]), torch.tensor([5, 1, 2, 4])
     query, key, value = (torch.randn(tokens, 2, 8) for tokens in (8, 12, 12))
     bounds = [torch.nn.functional.pad(each.cumsum(0), (1, 0)).int() for each in (query_lengths, key_lengths)]

@@ -18,7 +18,7 @@ from tests.support.ranks import in_ranks
 SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.json")
 
 
-def test_what_was_never_tried_is_refused_by_name() -> None:
+def test_untested_linear_attention_is_refused_by_name() -> None:
     check_linear_attention(SPEC, Fp8Config())
     with pytest.raises(RunConfigError, match=r"fp8\.recipe tensorwise: qwen3_5 .* set it to none"):
         check_linear_attention(SPEC, Fp8Config(recipe="tensorwise"))

@@ -18,7 +18,7 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
     return x.requires_grad_(), weight.requires_grad_(), other
 
 
-def test_the_tensor_and_its_flat_views_are_computed_again() -> None:
+def test_released_tensor_and_its_flat_views_are_computed_again() -> None:
     x, weight, _ = _inputs()
     y = x.exp()
     recomputations = []
@@ -34,7 +34,7 @@ def test_the_tensor_and_its_flat_views_are_computed_again() -> None:
     assert torch.allclose(weight.grad, 2 * x.detach().exp().sum(0)[:, None].expand(SIDE, SIDE))
 
 
-def test_another_order_of_its_elements_is_kept() -> None:
+def test_view_with_another_order_of_elements_is_kept() -> None:
     """A transposed view has the same address, number of elements and type."""
     x, weight, _ = _inputs()
     y = x.exp()
@@ -44,7 +44,7 @@ def test_another_order_of_its_elements_is_kept() -> None:
     assert torch.allclose(weight.grad, y.detach().t().sum(0)[:, None].expand(SIDE, SIDE))
 
 
-def test_other_values_in_its_memory_are_kept() -> None:
+def test_tensor_with_other_values_in_the_memory_is_kept() -> None:
     x, weight, _ = _inputs()
     y = x.detach().exp()
     with recompute_in_backward(y, torch.exp, x.detach()):
@@ -54,7 +54,7 @@ def test_other_values_in_its_memory_are_kept() -> None:
     assert torch.allclose(weight.grad, y.sum(0)[:, None].expand(SIDE, SIDE))
 
 
-def test_a_tensor_that_gets_its_memory_is_kept() -> None:
+def test_tensor_that_gets_the_memory_is_kept() -> None:
     """Here the caller drops the tensor within the context."""
     for _ in range(20):
         x, weight, other = _inputs()
@@ -68,7 +68,7 @@ def test_a_tensor_that_gets_its_memory_is_kept() -> None:
         assert torch.allclose(weight.grad, other.sum(0)[:, None].expand(SIDE, SIDE))
 
 
-def test_nothing_holds_the_tensor_after_the_context() -> None:
+def test_released_tensor_is_freed_after_the_context() -> None:
     x, weight, _ = _inputs()
     y = x.detach().exp()
     reference = weakref.ref(y)

@@ -97,7 +97,7 @@ def test_unknown_interface_is_refused() -> None:
 
 
 @in_ranks(2)
-def test_nothing_holds_a_group_after_the_end() -> None:
+def test_groups_are_freed_after_the_end() -> None:
     """A gloo group held while Python exits can abort the process; its threads live as long as the group."""
     join()
     for _ in range(2):

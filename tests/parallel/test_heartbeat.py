@@ -100,7 +100,7 @@ def test_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch
     assert after(2) == 2
 
 
-def test_before_the_first_step_the_limit_is_longer_and_zero_is_none() -> None:
+def test_limit_is_longer_before_the_first_step_and_zero_is_none() -> None:
     warm, cold = [[sign(rank, FORWARD_BACKWARD, done=done) for rank in range(2)] for done in (1, 0)]
     clock = ProgressClock(600)
     assert clock.has_timed_out(601, warm) and not clock.has_timed_out(599, warm)
@@ -128,7 +128,7 @@ def test_disk_has_longer_to_sync_a_file_that_training_waits_for() -> None:
     assert diagnosis.rank == 2 and "The disk has not confirmed /a/b.part" in diagnosis.message
 
 
-def test_only_the_very_process_is_killed() -> None:
+def test_heartbeat_kills_only_the_very_process() -> None:
     """Stopped, of this machine, and not one that has got its number since."""
     child = subprocess.Popen(["sleep", "60"])
     child.send_signal(signal.SIGSTOP)

@@ -149,7 +149,7 @@ ON_EDGES = [
 """The first image crosses an edge amid its windows; a document ends on an edge; the video crosses an edge and
 some documents have 1 to 3 tokens; every rank has several documents, and none an image. In all but the last,
 the last ranks have only padding."""
-SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
+SHARED = [ON_EDGES, TEXT_ALL]
 MANY = [[["short_text", "words", "words"] * 560 + ["image", "words"] * 8 + ["video"]]]
 """As many documents as a row of 1,048,576 tokens has, small ones."""
 TWO_HEADS = {"heads": 2, "kv_heads": 1, "mrope_section": (4, 6, 6)}

@@ -194,8 +194,8 @@ PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
         "tests/training/test_offload.py::test_run_in_bf16_saves_the_same": (Q25, MOE)
     },
     "A run goes on in another layout": {
-        "tests/training/test_run.py::test_another_layout_goes_on_where_the_run_stopped": (Q25,),
-        "tests/training/test_run_experts.py::test_another_layout_goes_on_where_the_run_stopped": (MOE,),
+        "tests/training/test_run.py::test_run_goes_on_in_another_layout": (Q25,),
+        "tests/training/test_run_experts.py::test_run_goes_on_in_another_layout": (MOE,),
     },
     "The export of a trained checkpoint": {
         "tests/training/test_export_hf.py::test_run_exports_chosen_steps_and_trains_the_same": (Q25,),

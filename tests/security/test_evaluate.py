@@ -57,7 +57,7 @@ def code_of(*words: object) -> int:
     return subprocess.run(list(map(str, words)), capture_output=True).returncode
 
 
-def test_without_bubblewrap_there_is_no_network(work, port, monkeypatch):
+def test_sandbox_without_bubblewrap_has_no_network(work, port, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "bwrap" else name)
     words = words_of("unshare", work)
     assert code_of(sys.executable, "-c", CONNECT, port) == 0, "the control failed"

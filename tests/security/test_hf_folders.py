@@ -129,7 +129,7 @@ def test_folder_that_needs_its_own_code_is_refused_or_read_without_it(hf, mark, 
         assert file != "config.json"
 
 
-def test_every_from_pretrained_forbids_remote_code():
+def test_from_pretrained_forbids_remote_code_everywhere():
     """Without the argument, transformers asks at the terminal and runs the code if the answer is yes."""
     seen = 0
     for folder in ("megatron_vl", "converters", "data_tools", "toolkit", "benchmarks"):

@@ -55,7 +55,7 @@ def secret(tmp_path) -> bytes:
     return data
 
 
-def test_nothing_from_outside_the_media_root_is_written(tmp_path, secret):
+def test_files_from_outside_the_media_root_are_not_written(tmp_path, secret):
     outside = "../secret/image.png link.png relative.png chain.png folder/image.png".split()
     outside += [
         f"{scheme}{tmp_path}/secret/image.png" for scheme in ("", "file://", "FILE://", "good.png/../..")

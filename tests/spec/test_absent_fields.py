@@ -146,7 +146,7 @@ def without(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_each_field_in_turn(name: str) -> None:
+def test_absent_fields_have_the_defaults_of_transformers(name: str) -> None:
     config = released(name)
     assert by_us(read_spec(config), by_transformers(config)) == by_transformers(config)
 
@@ -187,7 +187,7 @@ def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: b
     assert read_spec(config).language.tied_embeddings == by_transformers(config)["language.tied_embeddings"]
 
 
-def test_both_names_of_the_rope_fields() -> None:
+def test_rope_fields_are_read_under_both_names() -> None:
     """If a config has both, transformers takes the older one. Serving engines may not, so they must agree."""
     config = released("Qwen3-VL-8B")
     text = config["text_config"]

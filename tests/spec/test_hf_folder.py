@@ -190,7 +190,7 @@ def test_accepted(hf: Path, kind: str) -> None:
     check_hf_folder(hf)
 
 
-def test_the_tokenizers_template_is_noted(hf: Path) -> None:
+def test_template_of_the_tokenizer_is_noted(hf: Path) -> None:
     assert chat_template_note(hf) == ""
     edit(hf / "tokenizer_config.json", chat_template="{{ tools }}")
     assert "chat_template.json and tokenizer_config.json differ" in chat_template_note(hf)

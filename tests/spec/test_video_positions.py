@@ -112,7 +112,7 @@ def test_positions_are_those_worked_out_by_hand(family, name):
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("seconds", [0.1, 0.5, 0.75, 0.9, 1.0, 1.3, 2.0, 2.9, 3.75, 60.0])
-def test_any_length_is_as_counted_one_by_one(family, seconds):
+def test_positions_of_any_length_are_as_counted_one_by_one(family, seconds):
     spec = spec_of(family)
     video = GridTHW(7, 4, 6, "video", torch.tensor(seconds, dtype=torch.float32).item())
     sample = sample_of(spec, [3, video, 2, GridTHW(1, 6, 4), video, 4])

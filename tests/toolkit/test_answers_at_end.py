@@ -40,7 +40,7 @@ def test_run_scores_itself_when_its_ranks_have_ended(
     assert (run / "hf" / "step_00000001" / "config.json").is_file()
 
 
-def test_only_a_run_that_is_done_is_scored_and_only_once(tmp_path: Path, monkeypatch: Any) -> None:
+def test_answers_are_made_of_a_finished_run_and_only_once(tmp_path: Path, monkeypatch: Any) -> None:
     class Replaced(Exception):
         """This process would be another program now."""
 
@@ -71,7 +71,7 @@ def test_only_a_run_that_is_done_is_scored_and_only_once(tmp_path: Path, monkeyp
     command._answer_samples(words, {})
 
 
-def test_what_answers_need_is_said_before_a_start(tmp_path: Path) -> None:
+def test_answers_name_what_they_need_before_a_start(tmp_path: Path) -> None:
     answers = ["--steps", "2", "--eval.answers", "3"]
     with pytest.raises(RunConfigError, match=r"eval.answers 3 needs checkpoint.dir: the last saved step"):
         validate_config(parse_config([*answers, "--data.path", "data"]), 1)

@@ -57,7 +57,7 @@ def prepared(records: Path, model: Path, *words: str, **options: object) -> Trai
 
 
 @pytest.mark.ranks
-def test_one_command_trains_on_records_and_a_second_finds_them_again(
+def test_train_converts_records_and_finds_them_again(
     tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     records = questions(tmp_path / "raw")
@@ -96,7 +96,7 @@ def test_preparation_chooses_what_the_user_leaves_out(
         assert parse_config(with_run_dir(words, parse_config(words))).checkpoint.dir == run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path: Path, tiny_checkpoint) -> None:
     words = ["train", "--platform", "cpu", "--model.hf", tiny_checkpoint("qwen2_5_vl")]
     done = subprocess.run(
@@ -197,7 +197,7 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
     assert main([*dry_run, template]) == 0 and "8 rows, 16,384 tokens" in capsys.readouterr().out
 
 
-def test_another_node_waits_for_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_nodes_wait_for_the_conversion_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # What an earlier start left is not taken: the first node is about to replace it.
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": false}')
@@ -287,7 +287,7 @@ def download(
     )
 
 
-def test_a_model_is_downloaded_by_its_name(tmp_path: Path):
+def test_model_is_downloaded_by_its_name(tmp_path: Path):
     assert is_hub_name("Qwen/Qwen2.5-VL-7B-Instruct")
     assert not any(map(is_hub_name, ("checkpoints/a", "checkpoints/a/b", "", "/abs/dir", "tests/data")))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)

@@ -63,10 +63,7 @@ SLIPS = {
     "checkpoint": "checkpoint needs a command after it; valid: checkpoint show, checkpoint verify, ",
     # wrong types and forms
     "train --steps five": "field 'steps': expected a whole number, got five",
-    "train --parallel.layers 3,x": "field 'parallel.layers': expected a list of whole numbers such as [8,20]",
     "train --parallel 4": "--parallel is unknown; did you mean --parallel.tp or --parallel.pp or ",
-    "train --model.freeze_vision": "--model.freeze_vision needs a value after it (switches too: true or ",
-    "train run.yaml": "unexpected word run.yaml; did you mean --config run.yaml?",
     "bench --timed 0": "argument --timed: 0 must be at least 1",
     "generate --checkpoint a --thinking maybe": "argument --thinking: invalid choice: 'maybe' (choose from ",
     "convert": "the following arguments are required: --hf, --out",

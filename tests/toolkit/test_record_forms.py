@@ -133,7 +133,7 @@ def written(form: str, folder: Path) -> tuple[Path, dict[str, str]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_becomes_rows(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_record_forms_become_rows(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("data_tools.worker_pool.default_workers", lambda: 1)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "raw").mkdir()

@@ -195,7 +195,7 @@ def test_first_node_is_the_one_that_has_the_address(address, host, is_first, mon
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_one_of_several_nodes_answers_when_its_ranks_have_ended(started, inputs, monkeypatch, is_first):
+def test_answers_are_made_by_one_node_when_its_ranks_have_ended(started, inputs, monkeypatch, is_first):
     answered: list[list[str]] = []
     monkeypatch.setattr("megatron_vl.launch.main", lambda words: 0)
     monkeypatch.setattr(command, "_is_first_node", lambda *_: is_first)

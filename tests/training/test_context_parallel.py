@@ -57,7 +57,6 @@ def test_parts_of_a_row_depend_on_no_value_of_the_device() -> None:
 
 MOVES: dict[str, dict[str, Any]] = {
     "DP4": {},
-    "CP2 x DP2": {"cp": 2},
     "CP2 x TP2": {"cp": 2, "tp": 2, "sequence_parallel": True},
     "CP4": {"cp": 4, "decoupled": True},
     "DP4 again": {},
@@ -193,7 +192,6 @@ def test_kernels_are_checked_with_the_heads_that_attention_gets(hf, family: str)
         ({}, 2),
         ({"tp": 4, "sequence_parallel": True}, 1),
         ({"cp": 4}, 1),
-        ({"cp": 2, "tp": 2, "sequence_parallel": True}, 1),
     ):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             trainer = trainer_of(hf, optimizer=False, **layout)

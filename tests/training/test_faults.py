@@ -109,7 +109,7 @@ def last_is_good(run: Path) -> int:
 WHERE = r"\(tp {tp}, pp {pp}, dp 0; step \d+, [a-z ]+(\(in the background: [a-z ]+\))?\): "
 
 
-def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one(
+def test_run_after_a_kill_a_stop_and_a_lack_of_memory_is_the_undisturbed_one(
     prepared: dict[str, Path], slow_run: Path, tmp_path: Path
 ) -> None:
     """One run with three faults, one after the other, each of another rank."""

@@ -53,7 +53,9 @@ def test_skipped_steps_delete_no_good_checkpoint(prepared: dict[str, Path], tmp_
 
 
 @pytest.mark.ranks
-def test_what_a_kill_cut_off_is_made_up_at_the_next_start(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_records_that_a_kill_cut_off_are_made_up_at_the_next_start(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
     """Killed during the last validation: the line of it is torn, as may be the other files' last lines."""
     run = tmp_path / "run"
     start = (run, [*QUICK, "--eval.interval", "2", "--log.samples", "true", "--steps", "4"])
@@ -90,7 +92,7 @@ def saver_of(run: Path, kept: int = 1) -> CheckpointSaver:
     return CheckpointSaver(run, None, None, grid, kept)  # type: ignore[arg-type]
 
 
-def test_of_a_step_folder_that_is_a_link_only_the_link_is_deleted(tmp_path: Path, capsys) -> None:
+def test_step_folder_that_is_a_link_loses_only_the_link(tmp_path: Path, capsys) -> None:
     """A user has moved steps to a larger disk. Links that an earlier start could not delete go too."""
     run, disk = tmp_path / "run", tmp_path / "disk"
     for step in (1, 2, 3):
@@ -133,7 +135,7 @@ def test_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path)
     "number, is_held",
     [(errno.EAGAIN, True), (errno.EACCES, True), (errno.ENOLCK, False), (errno.ENOSYS, False)],
 )
-def test_only_two_errors_mean_that_another_run_has_the_lock(tmp_path, monkeypatch, number, is_held) -> None:
+def test_lock_is_taken_by_another_run_at_two_errors_only(tmp_path, monkeypatch, number, is_held) -> None:
     def flock(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -147,7 +149,7 @@ def test_only_two_errors_mean_that_another_run_has_the_lock(tmp_path, monkeypatc
         assert read_owner(tmp_path) == own_process()
 
 
-def test_without_locks_a_living_owner_is_refused_and_a_dead_one_followed(tmp_path, monkeypatch) -> None:
+def test_living_owner_is_refused_and_dead_one_followed_without_locks(tmp_path, monkeypatch) -> None:
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

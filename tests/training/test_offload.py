@@ -144,7 +144,7 @@ def check_place_of_state(trainer: TinyTrainer, share: float) -> None:
 
 
 @in_ranks()
-def test_all_shares_give_the_same_bits(hf) -> None:
+def test_offloaded_shares_give_the_same_bits(hf) -> None:
     """Of weights in bf16, where the master weights move; in fp32, where they are their own masters, with a
     skipped step; and with moments in bf16, which are all in chunks."""
     check_shares(hf, "bfloat16")
@@ -154,7 +154,7 @@ def test_all_shares_give_the_same_bits(hf) -> None:
 
 @pytest.mark.full
 @in_ranks(2)
-def test_two_ranks_give_the_same_bits_for_all_shares(hf) -> None:
+def test_offloaded_shares_give_the_same_bits_on_two_ranks(hf) -> None:
     """With a state that is not spread over them, with rates of zero, and with a skipped first step."""
     check_shares(hf, "bfloat16", num_steps=3, bad=0)
     check_shares(hf, "bfloat16", num_steps=3, spread=False)
@@ -164,7 +164,7 @@ def test_two_ranks_give_the_same_bits_for_all_shares(hf) -> None:
 
 
 @in_ranks()
-def test_two_steps_with_moments_in_bf16_worked_by_hand() -> None:
+def test_moments_in_bf16_of_two_steps_worked_by_hand() -> None:
     """Gradients of 0.5 and -0.25, learning rate 0.1, betas 0.9 and 0.95, no epsilon.
 
     After the first step, the moments are a tenth of the gradient and a twentieth of its square: 0.05 and
@@ -321,7 +321,9 @@ def watch(moved: ChunkedOptimizerState) -> list[int]:
 @pytest.mark.full
 @pytest.mark.parametrize("placement", ["first_stage", "decoupled"])
 @in_ranks()
-def test_what_is_streamed_is_what_is_used(hf, placement: Literal["first_stage", "decoupled"]) -> None:
+def test_streamer_fetches_exactly_the_state_that_is_used(
+    hf, placement: Literal["first_stage", "decoupled"]
+) -> None:
     """Everything on the device that is not to be used is NaN.
 
     Also what is fetched during the backward pass, and dropped when its step is skipped. Without room, only
@@ -414,7 +416,7 @@ BF16 = ("--optimizer.moments_dtype", "bfloat16")
 
 
 @pytest.mark.ranks
-def test_any_share_resumes_any_other_in_any_layout(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_offloaded_share_resumes_any_other_in_any_layout(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Two replicas save with a share of 0.4; TP2 goes on with all of it in host memory, and with none."""
     run(prepared, tmp_path / "some", 0.4, 2, 2, *CONSTANT)
     shutil.copytree(tmp_path / "some", tmp_path / "none")

@@ -98,7 +98,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("written", [UNSHARDED, Sharding(2), Sharding(4)], ids=str)
 @pytest.mark.parametrize("cut", [UNSHARDED, Sharding(2), Sharding(4)], ids=str)
-def test_any_range_under_any_cut_is_that_of_the_full_tensor(tmp_path, written, cut) -> None:
+def test_range_under_any_cut_is_that_of_the_full_tensor(tmp_path, written, cut) -> None:
     reader = OptimizerStateReader(tmp_path / "o", saved(tmp_path / "o", written), written)
     for info in INFOS:
         for kind in STATE_KINDS:
@@ -116,7 +116,7 @@ def test_any_range_under_any_cut_is_that_of_the_full_tensor(tmp_path, written, c
         assert reader.adam_step_count(info.name) == 7
 
 
-def test_only_files_that_hold_the_range_are_opened(tmp_path: Path, opened: list[str]) -> None:
+def test_reader_opens_only_files_that_hold_the_range(tmp_path: Path, opened: list[str]) -> None:
     files = saved(tmp_path / "o", Sharding(2))
     reader = OptimizerStateReader(tmp_path / "o", files, Sharding(2))
     assert opened == [INDEX_FILE]
@@ -132,14 +132,14 @@ def test_only_files_that_hold_the_range_are_opened(tmp_path: Path, opened: list[
     assert set(opened) == {"rank_00000.safetensors"}
 
 
-def test_without_an_index_the_state_is_refused(tmp_path: Path) -> None:
+def test_state_without_an_index_is_refused(tmp_path: Path) -> None:
     files = saved(tmp_path / "o", Sharding(2))
     del files[INDEX_FILE]
     with pytest.raises(CheckpointError, match="names no index.json"):
         OptimizerStateReader(tmp_path / "o", files, Sharding(2))
 
 
-def test_where_several_files_hold_the_same_each_rank_reads_its_own(tmp_path: Path, opened: list[str]) -> None:
+def test_ranks_read_their_own_file_where_several_hold_the_same(tmp_path: Path, opened: list[str]) -> None:
     """The state is not spread over replicas; thousands of ranks must not read the first one's file."""
     files, slices = {}, {}
     for rank in range(3):
@@ -180,7 +180,7 @@ def test_damaged_index_is_refused_by_name(tmp_path: Path, damage: str) -> None:
         OptimizerStateReader(tmp_path / "o", files, Sharding(2))
 
 
-def test_what_the_index_lacks_is_said_without_opening_everything(tmp_path: Path, opened: list[str]) -> None:
+def test_state_that_the_index_lacks_is_named_without_opening_files(tmp_path: Path, opened: list[str]) -> None:
     reader = OptimizerStateReader(tmp_path / "o", saved(tmp_path / "o", Sharding(2)), Sharding(2))
     opened.clear()
     with pytest.raises(CheckpointError, match="has no optimizer state for other"):

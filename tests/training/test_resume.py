@@ -105,7 +105,7 @@ def test_resumed_run_names_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
         assert [note.removeprefix("the learning rate continues at ") for note in notes] == expected, new
 
 
-def test_only_fields_that_have_an_effect_are_named_as_changed(tiny_checkpoint) -> None:
+def test_changed_fields_without_effect_are_not_named(tiny_checkpoint) -> None:
     def notes_text(family: str, old: str, new: str) -> str:
         hf = tiny_checkpoint(family)
         return " ".join(field_change_notes(recorded(hf, *new.split())[1], recorded(hf, *old.split())[1]))

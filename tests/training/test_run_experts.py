@@ -45,7 +45,7 @@ def test_busiest_expert_is_in_the_log(whole: Path) -> None:
     assert all(1.0 <= line["expert_rank_load"] <= 2.0 for line in lines)  # two ranks
 
 
-def test_another_layout_goes_on_where_the_run_stopped(prepared, whole, tmp_path) -> None:
+def test_run_goes_on_in_another_layout(prepared, whole, tmp_path) -> None:
     """Saved with half of the experts on each of two ranks; four ranks that also cut them give the same
     samples and losses within 1e-6."""
     options = "--parallel.tp 2 --parallel.sequence_parallel true --parallel.ep 2 --parallel.etp 2".split()

@@ -214,22 +214,3 @@ def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_pat
     assert f"stopped the run after step {last} of 4000" in out, err
     assert err.count("the run saves and ends") == (launcher is ALONE and number == signal.SIGINT)
     assert verify_checkpoint(run / f"step_{last:08d}") == []
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "launcher", [LAUNCHER, pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["launcher", "torchrun"]
-)
-def test_one_message_for_all_ranks(launcher, tmp_path):
-    options = [
-        *"--standalone --nproc-per-node 3 -m megatron_vl.train --model.hf".split(),
-        str(tmp_path / "nowhere"),
-    ]
-
-    options += ["--global_batch_size", "6"]
-    done = subprocess.run(
-        [*launcher, *options], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1
-    assert done.stderr.count("holds no config.json") == 1
-    assert ("Traceback" in done.stderr) == (launcher is TORCHRUN)

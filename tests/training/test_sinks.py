@@ -110,7 +110,7 @@ def test_tensorboard_holds_what_can_be_drawn(tmp_path: Path) -> None:
 # --- Weights & Biases ---------------------------------------------------------------------------------------
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path: Path) -> None:
+def test_missing_package_names_its_extra(monkeypatch, tmp_path: Path) -> None:
     """A folder that W&B left where the run starts is not its package."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

@@ -26,7 +26,7 @@ from tests.tiny import TINY_FAMILIES, tiny_checkpoint
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
-def test_every_part_of_every_tensor_equals_that_of_converted_weights(family: str, tmp_path) -> None:
+def test_tensors_equal_those_of_converted_weights(family: str, tmp_path) -> None:
     hf = tiny_checkpoint(family)
     convert_weights(hf, tmp_path / "converted")
     from_hf, converted = HfCheckpoint(hf), WeightReader(tmp_path / "converted")

@@ -64,7 +64,7 @@ def test_state_continues_on_other_ranks_and_with_other_steps(spec: ModelSpec) ->
     assert same(rows, first + rows_of(spec, 3, 33, 2, state)[0])
 
 
-def test_a_state_of_other_rows_is_refused(spec: ModelSpec) -> None:
+def test_state_of_other_rows_is_refused(spec: ModelSpec) -> None:
     _, state = rows_of(spec, 1, 2, 1)
     for other in ({"path": "synthetic:text"}, {"seed": 5}):
         with pytest.raises(LoaderStateError, match="set data.path and data.seed back"):
@@ -78,7 +78,7 @@ def test_rows_of_any_length(spec: ModelSpec, seq_len: int) -> None:
         assert row.seq_len == seq_len and row.loss_mask.any() and bool(row.num_images) == ("images" in path)
 
 
-def test_what_random_rows_cannot_do_is_refused() -> None:
+def test_settings_that_random_rows_cannot_follow_are_refused() -> None:
     model = ["--model.hf", "tests/hf_configs/Qwen3-VL-2B-Instruct.json", "--platform", "cpu", "--data.path"]
     for more, message in (
         (["synthetic:movies"], "random rows are synthetic:images or synthetic:text"),

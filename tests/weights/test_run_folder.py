@@ -16,7 +16,7 @@ from megatron_vl.weights.run_folder import (
 )
 
 
-def test_the_largest_step_is_the_latest_wherever_the_folder_lies(tmp_path: Path) -> None:
+def test_latest_checkpoint_is_the_largest_step_wherever_the_folder_lies(tmp_path: Path) -> None:
     run = tmp_path / "run"
     for step in (2, 100_000_000, 4):
         step_dir_path(run, step).mkdir(parents=True)
@@ -25,7 +25,7 @@ def test_the_largest_step_is_the_latest_wherever_the_folder_lies(tmp_path: Path)
     assert latest == SavedCheckpoint(tmp_path / "moved" / "step_100000000", 100_000_000)
 
 
-def test_what_is_not_a_checkpoint_is_not_seen(tmp_path: Path) -> None:
+def test_folders_that_are_no_checkpoint_are_not_seen(tmp_path: Path) -> None:
     for name in ("step_00000002", "step_00000009.partial", "step_x", "steps_3", "step_00000008.old.partial"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_00000007").write_text("")
@@ -34,7 +34,7 @@ def test_what_is_not_a_checkpoint_is_not_seen(tmp_path: Path) -> None:
     assert find_latest_checkpoint(tmp_path / "step_00000007") is None
 
 
-def test_an_interrupted_roll_back_must_be_finished_first(tmp_path: Path) -> None:
+def test_interrupted_rollback_must_be_finished_first(tmp_path: Path) -> None:
     step_dir_path(tmp_path, 6).mkdir()
     (tmp_path / "abandoned" / "after_step_00000004").mkdir(parents=True)
     assert find_latest_checkpoint(tmp_path) == SavedCheckpoint(tmp_path / "step_00000006", 6)

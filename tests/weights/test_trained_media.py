@@ -53,7 +53,9 @@ def facts(folder: Path) -> dict[str, Any]:
     return json.loads((folder / EXPORT_FACTS_FILE).read_text())
 
 
-def test_the_command_writes_the_limits_and_notes_others(hf: Path, step: Path, tmp_path: Path, capsys) -> None:
+def test_media_command_writes_the_limits_and_notes_others(
+    hf: Path, step: Path, tmp_path: Path, capsys
+) -> None:
     words = ["export", "--checkpoint", str(step), "--hf", str(hf), "--out", str(tmp_path / "out")]
     assert main(words) == 0
     assert facts(tmp_path / "out")["media"] == TRAINED
@@ -67,7 +69,7 @@ def test_the_command_writes_the_limits_and_notes_others(hf: Path, step: Path, tm
     assert "note: training saw media with video_max_pixels 100352 (processor config: 200704)" in said
 
 
-def test_the_limits_stay_with_the_weights(hf: Path, step: Path, tmp_path: Path) -> None:
+def test_media_limits_stay_with_the_weights(hf: Path, step: Path, tmp_path: Path) -> None:
     """Split, merged, exported, and converted and exported again."""
     reshard_weights(step, tmp_path / "split", {"tp": 2, "pp": 1})
     reshard_weights(tmp_path / "split", tmp_path / "merged")
@@ -82,7 +84,7 @@ def test_the_limits_stay_with_the_weights(hf: Path, step: Path, tmp_path: Path) 
     assert not (tmp_path / "back" / EXPORT_FACTS_FILE).exists()
 
 
-def test_a_given_template_is_the_only_one_of_the_export(hf: Path, step: Path, tmp_path: Path) -> None:
+def test_given_template_is_the_only_one_of_the_export(hf: Path, step: Path, tmp_path: Path) -> None:
     """Also of weights that were split and merged, and of an export that was converted and exported again."""
     template = read_run_template(hf, TOOLS_TEMPLATE)
     edit(hf / "tokenizer_config.json", chat_template="that of a text model")  # as the released Qwen2.5-VL
@@ -143,7 +145,7 @@ def test_damaged_run_json_is_refused(hf: Path, step: Path, tmp_path: Path, damag
         ({"max_pixels": 200704}, {}, ""),
     ],
 )  # fmt: skip
-def test_what_is_noted(hf: Path, changes: dict, trained: dict, named: str) -> None:
+def test_media_limits_note_names_what_differs(hf: Path, changes: dict, trained: dict, named: str) -> None:
     edit(hf / "preprocessor_config.json", **changes)
     note = media_limits_note(hf, trained)
     assert named in note and bool(named) == bool(note)

@@ -132,7 +132,7 @@ def test_cut_of_a_gated_tensor_has_its_part_of_both_halves() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_any_slice_out_of_any_layout(tmp_path, spec, full, layout: dict) -> None:
+def test_slices_are_read_out_of_any_layout(tmp_path, spec, full, layout: dict) -> None:
     write_shards(tmp_path, spec, full, make_layout(spec, **layout))
     reader = WeightReader(tmp_path)
     assert reader.spec == spec and reader.layout == make_layout(spec, **layout)
@@ -151,7 +151,7 @@ def test_any_slice_out_of_any_layout(tmp_path, spec, full, layout: dict) -> None
     [{}, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}, {"tp": 4, "pp": 2, "vpp": 2, "ep": 2}, {"tp": 1, "etp": 3}],
     ids=str,
 )
-def test_any_expert_out_of_any_layout(tmp_path: Path, layout: dict) -> None:
+def test_experts_are_read_out_of_any_layout(tmp_path: Path, layout: dict) -> None:
     spec = read_spec(MOE_CONFIG)
     full = random_tensors(spec)
     write_shards(tmp_path, spec, full, make_layout(spec, **layout))
@@ -235,7 +235,7 @@ def test_file_with_unaligned_tensors(tmp_path: Path) -> None:
     assert torch.equal(reader.read_region("x", MatrixRegion(2, 4, 1, 3)), tensor[2:4, 1:3])
 
 
-def test_a_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
+def test_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)
     reader = WeightReader(tmp_path)
@@ -306,7 +306,7 @@ def test_bad_manifests(unsplit: Path, changes: dict, message: str) -> None:
         WeightReader(unsplit)
 
 
-def test_an_entry_cannot_name_another_file(unsplit: Path, full: dict[str, Tensor]) -> None:
+def test_manifest_entry_cannot_name_another_file(unsplit: Path, full: dict[str, Tensor]) -> None:
     """A file is known by its checked key; a field ``file`` beside it means nothing."""
     files = json.loads((unsplit / MANIFEST_FILE).read_text())["files"]
     edited(unsplit, files={name: {**entry, "file": "../x.safetensors"} for name, entry in files.items()})
@@ -315,7 +315,7 @@ def test_an_entry_cannot_name_another_file(unsplit: Path, full: dict[str, Tensor
     assert torch.equal(weight_reader.read_shard(name), full[name])
 
 
-def test_any_edit_of_the_manifest_is_seen(unsplit, spec) -> None:
+def test_manifest_edits_are_noticed(unsplit, spec) -> None:
     """This includes fields that nothing else depends on; the order of keys and spaces do not count."""
     manifest = json.loads((unsplit / MANIFEST_FILE).read_text())
     for name in manifest:
@@ -340,7 +340,7 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_flipped_bit_is_refused_by_name(tmp_path, spec, full, tp: int) -> None:
+def test_flipped_bit_is_refused_by_name(tmp_path, spec, full, tp: int) -> None:
     """Any slice makes the whole stored tensor be compared; other tensors and ranks stay usable."""
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)

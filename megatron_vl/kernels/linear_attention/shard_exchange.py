@@ -195,5 +195,6 @@ class ShardExchange:
         """[n, ...] -> [ranks, n, ...], in the order of the ranks."""
         num_ranks, local_length = self.group.size(), len(local_tensor)
         gathered = local_tensor.new_empty(num_ranks * local_length, *local_tensor.shape[1:])
+        # Of all ranks, although few are read: one exchange with a fixed size needs no host numbers.
         dist.all_gather_into_tensor(gathered, local_tensor, group=self.group)
         return gathered.unflatten(0, (num_ranks, local_length))

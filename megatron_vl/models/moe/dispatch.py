@@ -70,6 +70,7 @@ class RowCountExchange:
         self._count_table = experts.new_empty(2, ranks, 1 + experts.shape[1])
         self._count_table[0, :, 0] = to_rank.sum(0)
         self._count_table[0, :, 1:] = experts
+        # Asynchronous: the host needs the numbers only when it allocates what rows are received into.
         self._count_exchange = dist.all_to_all_single(
             self._count_table[1], self._count_table[0], group=process_group, async_op=True
         )
@@ -91,7 +92,7 @@ class RowCountExchange:
         """Waits for the copy and returns the numbers of rows."""
         self._count_exchange.wait()  # on a GPU, only work that is launched later waits
         if self._copy_event is not None:
-            self._copy_event.synchronize()
+            self._copy_event.synchronize()  # the layer's one sync: splits of an exchange are host numbers
         sent_table, received_table = self._host_table.tolist()
         return RowSplits(
             [row[0] for row in sent_table],

@@ -212,5 +212,5 @@ def expert_load(
     load_by_layer = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
     for router in iterate_routers(chunks):
         load_by_layer[router.layer_number - 1] = router.load
-    dist.all_reduce(load_by_layer)
+    dist.all_reduce(load_by_layer)  # over pipeline stages too, which hold other layers
     return load_by_layer

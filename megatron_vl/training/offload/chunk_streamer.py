@@ -121,7 +121,7 @@ class ChunkStreamer:
             if self._next_chunk == 0:
                 self.fetch_stream.wait_stream(self.write_stream)
             device_slot.enter(SlotPhase.FETCHING)
-            self.fetch_stream.wait_event(device_slot.written_event)
+            self.fetch_stream.wait_event(device_slot.written_event)  # the slot's last chunk has left it
             state_chunk = self.state_chunks[self._next_chunk]
             with torch.cuda.stream(self.fetch_stream):
                 device_slot.device_buffer[: state_chunk.size_bytes].copy_(
@@ -145,7 +145,7 @@ class ChunkStreamer:
         device_slot, state_chunk = self._slots_by_chunk[chunk_number], self.state_chunks[chunk_number]
         device_slot.enter(SlotPhase.UPDATING)
         compute_stream = torch.cuda.current_stream()
-        compute_stream.wait_event(device_slot.fetched_event)
+        compute_stream.wait_event(device_slot.fetched_event)  # the update reads what was fetched
         yield state_chunk.state_views(device_slot.device_buffer)
 
         # The host waits for nothing here: events order the copy after the update.
@@ -184,6 +184,7 @@ class ChunkStreamer:
         compute_stream = torch.cuda.current_stream()
         for device_slot in (*self._slots_by_chunk.values(), *self._leaving_slots):
             device_slot.enter(SlotPhase.FREE)
+            # The allocator gives the memory to what comes next on the compute stream.
             compute_stream.wait_event(device_slot.fetched_event)
             compute_stream.wait_event(device_slot.written_event)
         self._slots_by_chunk.clear()
@@ -193,4 +194,4 @@ class ChunkStreamer:
     def wait_for_host_state(self) -> None:
         """Waits until host memory holds the state of the last update."""
         self.drop_slots()
-        self.write_stream.synchronize()
+        self.write_stream.synchronize()  # a save reads it on the host

@@ -91,9 +91,9 @@ class LayerInputOffload:
         packed_tensor: Tensor | HostInput = tensor.detach()
         compute_stream = torch.cuda.current_stream()
         if self._first_moved <= input_number < self._num_layers:
-            self.copy_stream.wait_event(self._input_complete)
+            self.copy_stream.wait_event(self._input_complete)  # its kernels may still be running
             packed_tensor = self._last_input = HostInput(self, tensor, self._last_input)
-            compute_stream.wait_event(packed_tensor.copied_event)
+            compute_stream.wait_event(packed_tensor.copied_event)  # or its memory is reused too early
 
         # The layer has been launched by now: the next one waits for the copy, and its input is complete.
         self._input_complete.record(compute_stream)
@@ -148,7 +148,8 @@ class HostInput:
 
     def __del__(self) -> None:
         """Gives the host memory back when autograd is done with it, with or without a backward pass."""
-        if self._device_tensor is not None:  # fetched for a backward pass that has failed
+        # Fetched for a backward pass that has failed: the copy still reads this host memory.
+        if self._device_tensor is not None:
             torch.cuda.current_stream().wait_event(self.copied_event)
         self.offload.free_pieces += self._host_pieces
 
@@ -173,7 +174,7 @@ class HostInput:
     def to_device(self) -> Tensor:
         """The input on the device. The copy of the next one begins."""
         self.fetch()
-        torch.cuda.current_stream().wait_event(self.copied_event)
+        torch.cuda.current_stream().wait_event(self.copied_event)  # the device waits, not the host
         if self.previous is not None:
             self.previous.fetch()
 

@@ -68,7 +68,7 @@ class StepMetrics:
         for names, reduce_op in ((summed, dist.ReduceOp.SUM), (_LARGEST, dist.ReduceOp.MAX)):
             # Integers are exact up to 2^53.
             values = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64, device=device)
-            dist.all_reduce(values, op=reduce_op)
+            dist.all_reduce(values, op=reduce_op)  # one for all numbers of a kind
             for name, value in zip(names, values.tolist(), strict=True):
                 reduced[name] = type(getattr(self, name))(value)
         return StepMetrics(**reduced)

@@ -50,7 +50,7 @@ class RowSharding:
         their part. ``feature_order`` becomes the order in which each rank sends the features that it has.
         """
         part_length = row.seq_len // self.context_size
-        segment_bounds = row.cu_seqlens.tolist()
+        segment_bounds = row.cu_seqlens.tolist()  # no sync: the loader's rows are on the host
         parts = _part_segments(segment_bounds, self.context_size)
 
         # A part without an index has logits for all of its tokens.

@@ -120,6 +120,7 @@ class OptimizerSlice:
         if self.chunked_parameter is not None:
             return self.chunked_parameter.step_count
         steps = self.adam_state.get("step", self.param_group.get("step", 0))
+        # Torch keeps its count on the host; a sync for FusedAdam's happens only in a save.
         return int(steps.item() if isinstance(steps, Tensor) else steps)
 
 

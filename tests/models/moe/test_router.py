@@ -131,7 +131,7 @@ def test_tensor_parallel_without_sequence_parallel_is_refused() -> None:
         run_layout(TrainConfig(parallel=ParallelConfig(ep=3), global_batch_size=3), spec, 3)
 
 
-def test_names_of_both_kinds_of_experts() -> None:
+def test_experts_of_both_kinds_are_named() -> None:
     """Local modules list experts, grouped ones number weights; the norm before experts has its own name."""
     from megatron_vl.models.parameter_names import canonical_name
 
