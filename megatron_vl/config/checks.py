@@ -30,7 +30,12 @@ def validate_config(config: TrainConfig, world_size: int) -> int:
 
     Returns the data-parallel size.
     """
-    _check_field_ranges(config)
+    check_field_ranges(config)
+    return check_sizes(config, world_size)
+
+
+def check_sizes(config: TrainConfig, world_size: int) -> int:
+    """:func:`validate_config` of a run whose single fields are known to be in range."""
     dp = _check_parallel_sizes(config, world_size)
     _check_row_sharing(config)
     _check_pipeline_chunks(config, dp)
@@ -233,7 +238,7 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
     _refuse_if(not config.checkpoint.dir, "profile.steps needs checkpoint.dir, to write the traces to")
 
 
-def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
+def check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
     """Checks that numbers are in the range that their field declares, if it does.
 
     Empty fields and words such as ``auto`` are not checked.
@@ -242,7 +247,7 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
         name, field_metadata = name_prefix + config_field.name, config_field.metadata
         value = getattr(config_section, config_field.name)
         if dataclasses.is_dataclass(value):
-            _check_field_ranges(value, f"{name}.")
+            check_field_ranges(value, f"{name}.")
         elif field_metadata and isinstance(value, int | float):
             if range_text := valid_range(value, field_metadata):
                 raise RunConfigError(f"{name} {value} must be {range_text}")

@@ -92,7 +92,7 @@ class ActivationEstimator:
         bytes_per_feature = self.bytes_per_element * self.seq_len
         hidden_bytes = bytes_per_feature * language_spec.hidden_size / self._sequence_parallel_size
         chunk_layers = layout.chunk_layers(pipeline_stage, chunk_index)
-        kinds_of_layers = layer_kinds(self.spec, self.config.lora)[chunk_layers.start : chunk_layers.stop]
+        kinds_of_layers = self._kinds[chunk_layers.start : chunk_layers.stop]
 
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
@@ -167,10 +167,13 @@ class ActivationEstimator:
         )
 
     @functools.cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        return layer_kinds(self.spec, self.config.lora)
+
+    @functools.cached_property
     def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
         """Elements of one token in a decoder layer of each kind."""
-        kinds = set(layer_kinds(self.spec, self.config.lora))
-        return {kind: self._decoder_layer_elements(kind) for kind in kinds}
+        return {kind: self._decoder_layer_elements(kind) for kind in set(self._kinds)}
 
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""

@@ -338,7 +338,7 @@ def model_part(tensor_name: str) -> str:
 def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
     """Raises :class:`LayoutError` unless every dense tensor can be cut into ``tp_size`` parts."""
     language_spec, vision_spec = spec.language, spec.vision
-    has_dense = not all(map(language_spec.has_experts, range(language_spec.num_layers)))
+    has_dense = language_spec.moe is None or bool(language_spec.moe.dense_layers)
     shared_ffn_size = language_spec.moe.shared_ffn_hidden_size if language_spec.moe else 0
     merged_width = vision_spec.merge_unit * vision_spec.hidden_size
     # 0 is divisible by any number.

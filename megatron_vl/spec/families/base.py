@@ -244,6 +244,10 @@ class ModelSpec:
     initializer_range: float = 0.02
     hf_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
+    def __hash__(self) -> int:
+        # The estimate looks up what it has cached thousands of times; these fields tell most models apart.
+        return hash((self.family, self.language.num_layers, self.language.hidden_size))
+
     def different_fields(self, other: ModelSpec) -> list[tuple[str, Any, Any]]:
         """Lists (field, own value, other's value) for the fields that make two specs different models.
 
