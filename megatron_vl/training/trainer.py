@@ -222,8 +222,8 @@ class Trainer:
     def _build_hooks(self) -> None:
         """Opens the run's folder, reads the rows of validation, and lists the hooks in their order."""
         config, grid = self.config, self.grid
-        # Lines that go elsewhere than the bar would break it.
-        if grid.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty():
+        # Lines that reach the terminal through a pipe, as of `tee`, would break its bar.
+        if grid.rank == 0 and (sys.stdout.isatty() or not sys.stderr.isatty()):
             self.hooks.append(ShowProgress())
         self.hooks.append(Profile(config, grid.rank))
         if config.checkpoint.dir:
