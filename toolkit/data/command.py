@@ -1,4 +1,4 @@
-"""``megatron-vl data``: converts conversation files into data sets, verifies and describes them."""
+"""``megatron-vl data``: converts conversation files into data sets, indexes and describes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_vl.system.errors import UsageError
 from megatron_vl.system.plurals import pluralize
 from toolkit.common.record_options import ignored_keys_text
 
-from .options import DataConvertOptions, DataIndexOptions, DataShowOptions, DataVerifyOptions
+from .options import DataConvertOptions, DataIndexOptions, DataShowOptions
 
 if TYPE_CHECKING:
     from data_tools.convert import DataReport
@@ -94,16 +94,6 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
         if count:
             print(f"  {count} {text}")
     print("  `megatron-vl data index` checks that a chat template writes the whole text of each sample")
-
-
-def verify(options: DataVerifyOptions) -> int:
-    """Compares every shard of a data set with its size and hash. Returns 1 if one differs."""
-    from data_tools.verify import verify_dataset
-
-    shards, problems = verify_dataset(options.dataset)
-    intact_text = f"{pluralize(shards, 'shard')} of {options.dataset} {'is' if shards == 1 else 'are'} intact"
-    print("\n".join(problems) or intact_text)
-    return 1 if problems else 0
 
 
 def _read_run(run_args: list[str], new_dataset: Path | None = None) -> TrainConfig:
