@@ -159,7 +159,6 @@ def compare_weights(
 def _find_differences[Item](
     find_difference: Callable[[Item], TensorDifference | None], items: Sequence[Item], worker_count: int
 ) -> list[TensorDifference]:
-    """The differences that threads find, in the order of the items."""
     with ThreadPoolExecutor(worker_count or default_worker_count()) as pool:
         return list(filter(None, pool.map(find_difference, items)))
 

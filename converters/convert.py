@@ -172,7 +172,6 @@ def _write_weights(
 def _make_report(
     output_dir: Path, conversion_output: ConversionOutput, seconds: float, layout: Layout | None = None
 ) -> WeightsReport:
-    """The report about the files that were written."""
     writers = conversion_output.writer_by_file.values()
     # A tensor may be in several files, as shards or replicated.
     tensor_names = {name for writer in writers for name in writer.tensor_names()}

@@ -125,8 +125,8 @@ def _model_tensors(
     folder = original.tensor_folder
     rules = make_conversion_rules(original.spec, "apart", "apart") if experts_apart else []
     rules_apart = {rule.name: rule for rule in rules}
-    for hf_name in original.names_in_order():
-        stored_name, blocks = original.stored_name_by_released[hf_name], original.hf_blocks(hf_name)
+    for hf_name, blocks in original.hf_blocks.items():
+        stored_name = original.stored_name_by_released[hf_name]
         file = folder.file_by_tensor[stored_name]
         if not experts_apart or not hf_name.endswith((GATE_UP_STACK, DOWN_STACK)):
             yield file, stored_name, folder.shape(stored_name), blocks

@@ -108,11 +108,6 @@ class DataReport:
             self.assumed_fps += info.assumed_fps
             self.first_images += info.has_more_images
 
-    def count_refusal(self, refusal: dict[str, Any]) -> None:
-        """Counts a line of the quarantine file."""
-        by_reason = self.refused.setdefault(refusal["file"], {})
-        by_reason[refusal["reason"]] = by_reason.get(refusal["reason"], 0) + 1
-
     def as_json(self) -> dict[str, Any]:
         return {"samples": self.samples, **self.__dict__}
 
@@ -308,7 +303,8 @@ def _convert_records(
                         if any(outcome.media_names):
                             names_file.write(json.dumps([outcome.key, outcome.media_names]) + "\n")
                     else:
-                        report.count_refusal(outcome)
+                        counts = report.refused.setdefault(outcome["file"], {})
+                        counts[outcome["reason"]] = counts.get(outcome["reason"], 0) + 1
                         quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
             spool_path.unlink()
             num_refused = report.records - sum(shard_writer.num_samples.values())

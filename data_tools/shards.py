@@ -169,7 +169,6 @@ class _OpenShard:
         self.media_bytes += sample.media_bytes
 
     def close(self) -> None:
-        """Ends the tar as :mod:`tarfile` does."""
         self.tar_file.write(bytes(2 * tarfile.BLOCKSIZE))
         self.tar_file.write(bytes(-self.tar_file.tell() % tarfile.RECORDSIZE))
         self.tar_file.close()

@@ -32,7 +32,7 @@ from types import FrameType
 
 import psutil
 
-from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.config import parse_config
 from megatron_vl.parallel import joining
 from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s, join_nodes, raise_open_file_limit
 from megatron_vl.system import host_memory
@@ -82,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     raise_open_file_limit()  # this process serves the store of all ranks
     torchrun_args = parse_args(argv[1:] if should_fork else argv)
     program, run_args = torchrun_args.training_script, torchrun_args.training_script_args
-    config = _parse_run_config(run_args) if program == RANK_PROGRAM else None
+    config = None
+    with contextlib.suppress(Exception):  # the ranks will say what is wrong with it
+        config = parse_config(list(run_args)) if program == RANK_PROGRAM else None
     should_fork = should_fork or (
         torchrun_args.standalone and config is not None and config.platform == "cpu"
     )
@@ -118,13 +120,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print_message(text: str) -> None:
     print(f"megatron_vl.launch: {text}", file=sys.stderr, flush=True)
-
-
-def _parse_run_config(run_args: list[str]) -> TrainConfig | None:
-    """The run's configuration; None if it is wrong, and the ranks will say why."""
-    with contextlib.suppress(Exception):
-        return parse_config(list(run_args))
-    return None
 
 
 def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> object:
@@ -294,7 +289,6 @@ def _ask_ranks_to_stop(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _wait_for_ranks(poll_interval_s: float = 1.0) -> None:
-    """Returns when there are ranks."""
     while not _find_rank_pids():
         time.sleep(poll_interval_s)
     _ranks_seen.set()

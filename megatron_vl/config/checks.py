@@ -86,7 +86,6 @@ def _near_multiples(number: int, divisor: int) -> str:
 
 
 def _check_row_sharing(config: TrainConfig) -> None:
-    """Checks that the ranks of a stage can share a row."""
     parallel, seq_len, recipe = config.parallel, config.data.seq_len, config.fp8.recipe
     tp, cp, sequence_parallel = parallel.tp, parallel.cp, parallel.sequence_parallel
     _refuse_if(sequence_parallel and tp == 1, "parallel.sequence_parallel needs parallel.tp of at least 2")
@@ -112,7 +111,6 @@ def _check_row_sharing(config: TrainConfig) -> None:
 
 
 def _check_pipeline_chunks(config: TrainConfig, dp: int) -> None:
-    """Checks the stages and virtual chunks of the pipeline."""
     pp, vpp, layers = config.parallel.pp, config.parallel.vpp, config.parallel.layers
     rows = config.global_batch_size // dp
     _refuse_if(
@@ -128,7 +126,6 @@ def _check_pipeline_chunks(config: TrainConfig, dp: int) -> None:
 
 
 def _check_steps_and_rows(config: TrainConfig) -> None:
-    """Checks the length of the run and of its warm-up, and what its rows are made of."""
     steps, warmup_steps, data = config.steps, config.optimizer.warmup_steps, config.data
     _refuse_if(
         steps and config.epochs, f"steps {steps} and epochs {config.epochs} exclude each other: give one"
@@ -171,7 +168,6 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
 
 
 def _check_model_parts(config: TrainConfig) -> None:
-    """Checks the vision tower, recompute, and the parts that are trained."""
     recompute, model = config.recompute, config.model
     _refuse_if(
         config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none",

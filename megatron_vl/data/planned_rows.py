@@ -383,7 +383,6 @@ class PlannedRankRows:
 
 
 def _ended_processes(iterator: Any) -> str:
-    """The ids of an iterator's processes that have ended."""
     processes = getattr(iterator, "_workers", [])
     for process in processes:
         process.join(timeout=0.1)  # the kernel may still be about to end it

@@ -200,7 +200,6 @@ class RowLoader:
             raise LoaderStateError(f"{damage}; {RESUME_EARLIER_ADVICE}") from error
 
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
-        """Refuses a state that does not belong to this loader."""
         saved_identity = saved_state.get("identity", {})
         versions = (saved_identity.get("version"), self._identity["version"])
         advice = "resume with the program that saved it"

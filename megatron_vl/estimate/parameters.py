@@ -32,9 +32,7 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
     return sum(element_counts.values()), sum(element_counts[name] for name in trained_names)
 
 
-def stage_parameters(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int
-) -> list[ParameterCounts]:
+def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> list[ParameterCounts]:
     """The parameters of one GPU of each pipeline stage."""
     is_distributed = config.parallel.distributed_optimizer
     return _stage_parameters(spec, layout, dp, is_distributed, config.lora, config.model)

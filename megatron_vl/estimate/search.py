@@ -171,7 +171,6 @@ def _with_share(run: RunPrediction, offload_share: float) -> RunPrediction:
 
 
 def _smallest_variant(request: SearchRequest, group: RunPrediction) -> RunPrediction:
-    """The run with these sizes that needs least memory."""
     run = _with_recompute(group, request.recomputes[group.layout.etp > 1][-1])
     return _with_share(run, request.offload_shares[-1])
 
@@ -205,7 +204,6 @@ def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
 
 
 def _powers_of_two(largest: int) -> list[int]:
-    """The powers of two up to ``largest``."""
     return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
 
 

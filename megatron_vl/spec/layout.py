@@ -157,7 +157,6 @@ def configured_layout(config: TrainConfig, spec: ModelSpec, layers: Sequence[int
 
 
 def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:
-    """The number of layers of each entry if they are spread evenly."""
     num_chunks = pp * vpp
     if num_layers < num_chunks:
         raise LayoutError(

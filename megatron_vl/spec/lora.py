@@ -172,7 +172,9 @@ def fused_lora(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedLora]:
     if isinstance(lora, MixedLora):
         matrices = lora.matrices
     else:
-        targeted_names = _matching_names("lora.targets", lora.targets, _named_matrices(spec))
+        released = [_released_modules(spec, base) for base in tensor_table(spec).values()]
+        named = [(kind, hf_name) for kind, hf_names in released for hf_name in hf_names]
+        targeted_names = _matching_names("lora.targets", lora.targets, named)
         matrices = dict.fromkeys(targeted_names, (lora.rank, lora.alpha))
     adapters: dict[str, FusedLora] = {}
     for base in tensor_table(spec).values():
@@ -386,12 +388,6 @@ def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
     if spec.family == "qwen2_5_vl":
         return ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), ("mlp.0", "mlp.2")
     return ("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")
-
-
-def _named_matrices(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Kind and name of each released matrix that can have an adapter, in model order."""
-    released = [_released_modules(spec, base) for base in tensor_table(spec).values()]
-    return [(kind, hf_name) for kind, hf_names in released for hf_name in hf_names]
 
 
 def _matching_names(

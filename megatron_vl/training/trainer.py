@@ -324,7 +324,8 @@ class Trainer:
 
             # A step is done whether or not its update was skipped.
             self.step += 1
-            progress.note_step_done()
+            progress.current_progress.steps_done += 1
+            progress.note_progress()
             self.stop_requested = step_result.stop_requested
             self.metrics_log.add_step(step_batch, step_result.source_counts)
             if step_result.skip_reason:
@@ -435,7 +436,6 @@ class Trainer:
             raise TrainingStopped(f"{error}; {last_good_text(Path(run_dir))}")
 
     def _print_summary(self) -> None:
-        """Prints model, layout and notes of the run on rank 0."""
         if self.grid.rank != 0:
             return
         lines = run_summary(self.resolved_run, self.platform, self.optimizer)

@@ -82,12 +82,6 @@ def matrix_shape(tensor_shape: Sequence[int]) -> tuple[int, int]:
     return tensor_shape[0], math.prod(tensor_shape[1:])
 
 
-def whole_matrix_region(tensor_shape: Sequence[int]) -> MatrixRegion:
-    """The region of a whole tensor, seen as a matrix."""
-    rows, num_cols = matrix_shape(tensor_shape)
-    return MatrixRegion(0, rows, 0, num_cols)
-
-
 def row_regions(
     tensor_shape: Sequence[int], itemsize: int, *, rows_multiple: int = 1
 ) -> Iterator[MatrixRegion]:

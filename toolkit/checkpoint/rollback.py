@@ -108,8 +108,6 @@ def _check_step(run_dir: Path, step: int) -> None:
 
 
 def _move_lines(log_path: Path, abandoned_path: Path, step: int) -> None:
-    """Moves the lines of later steps to another file."""
-
     def is_later(line: bytes) -> bool:
         step_match = re.match(rb'\{"step": (\d+)', line)
         return step_match is not None and int(step_match[1]) > step

@@ -183,7 +183,6 @@ def _read_config(run_args: list[str]) -> TrainConfig:
 def _rendezvous_arguments(
     options: TrainOptions, launch_environment: LaunchEnvironment, nnodes: int
 ) -> list[str]:
-    """The launcher's options that bring the nodes together."""
     if nnodes == 1:
         return ["--standalone"]
     rendezvous_host, given_port = _split_address(options.master_addr or launch_environment.master_addr)

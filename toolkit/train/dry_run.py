@@ -103,7 +103,6 @@ def _print_run(run: ResolvedRun, world_size: int) -> None:
 
 
 def _print_fits(prediction: RunPrediction) -> None:
-    """Prints on which kinds of GPU the run fits."""
     gib_by_gpu = {gpu.label: gpu.memory_gib for gpu in known_gpus().values()}
     fits = [name for name, gib in gib_by_gpu.items() if prediction.peak_gib + reserve_gib(gib) <= gib]
     print(f"fits: {', '.join(fits) or 'none of ' + ', '.join(gib_by_gpu)}")

@@ -282,7 +282,6 @@ def _file_facts(records_path: Path) -> list[dict[str, Any]]:
 
 
 def _digest(records_path: Path) -> str:
-    """SHA-256 of the digests of all files."""
     return hashlib.sha256("".join(map(file_sha256, _files(records_path))).encode()).hexdigest()
 
 
