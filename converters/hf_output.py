@@ -116,12 +116,7 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
 def _model_tensors(
     original: HfCheckpoint, *, experts_apart: bool
 ) -> Iterator[tuple[str, str, tuple[int, ...], Sequence[MatrixBlock]]]:
-    """File, stored name, shape and blocks in the canonical tensors of each tensor of the model.
-
-    Args:
-        experts_apart: whether the matrices of each expert are tensors of their own, also if they are stacks
-            in ``original``.
-    """
+    """File, stored name, shape and blocks in the canonical tensors of each tensor of the model."""
     folder = original.tensor_folder
     rules = make_conversion_rules(original.spec, "apart", "apart") if experts_apart else []
     rules_apart = {rule.name: rule for rule in rules}

@@ -192,12 +192,8 @@ def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, 
 
 
 def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, int]]) -> ConversionRule:
-    """The rule of a tensor that consists of rows of HF tensors, which have its columns.
-
-    Args:
-        row_runs: (HF name or :data:`PADDING`, first row in the HF tensor, number of rows) of each run of rows
-            of the canonical tensor, in order.
-    """
+    """The rule of a tensor that consists of rows of HF tensors, which have its columns. A run of rows is (HF
+    name or :data:`PADDING`, first row in the HF tensor, number of rows)."""
     num_cols = matrix_shape(tensor_info.shape)[1]
     blocks, padding = [], []
     hf_rows: Counter[str] = Counter()

@@ -259,14 +259,7 @@ def record_suffix(file_path: Path) -> str:
 
 
 def _index_files(index_path: Path, dataset_names: list[str] | None) -> list[InputFile]:
-    """The files of data sets of LLaMA-Factory's index, in order.
-
-    Args:
-        dataset_names: None: all of them.
-
-    Raises:
-        ConvertError: the file is no index, does not have one of the names, or one of them is on a hub.
-    """
+    """The files of data sets of LLaMA-Factory's index, in order; without names, of all of them."""
     index = _read_json(index_path)
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
         raise ConvertError(

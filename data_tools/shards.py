@@ -116,11 +116,7 @@ def _sample_json(
     conversation: Conversation, media_infos: list[MediaInfo], suffixed_keys: list[str], source: dict[str, Any]
 ) -> bytes:
     """The JSON of a sample: its messages, or the parts of a document, and the sizes of its media, so that
-    packing decodes nothing.
-
-    Args:
-        suffixed_keys: names of the tar members of the media. Media parts of the messages refer to them.
-    """
+    packing decodes nothing. Media parts of the messages refer to the names of the tar members."""
     member_iterator = iter(suffixed_keys)
 
     def named_part(part: dict[str, Any]) -> dict[str, Any]:

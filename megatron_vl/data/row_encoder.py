@@ -383,11 +383,7 @@ def checked_json_bytes(sample: RawSample) -> bytes:
 
 
 def _source_text(record: Any) -> str:
-    """The input file and record that a stored sample was converted from; empty if it does not name them.
-
-    Args:
-        record: the sample's JSON, as bytes or as an object.
-    """
+    """The input file and record that a stored sample was converted from; empty if it does not name them."""
     try:
         source = (json.loads(record) if isinstance(record, bytes) else record)["source"]
         return f"{source['file']} record {source['record']}"

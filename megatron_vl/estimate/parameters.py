@@ -69,11 +69,7 @@ def _counts_by_section(
     model_config: ModelConfig,
 ) -> tuple[dict[str | LayerKind, ParameterCounts], list[tuple[float, ...]]]:
     """The parameters on one GPU: those of each section of the model, and of the decoder layers (a tuple for
-    each number of :class:`ParameterCounts`). Adapters are in the sections of their matrices.
-
-    Args:
-        replica_ranks: (number of ranks of a stage, number of all ranks).
-    """
+    each number of :class:`ParameterCounts`). Adapters are in the sections of their matrices."""
     trained_names = trained_tensors(spec, lora, model_config)
 
     def count(tensor_info: TensorInfo) -> ParameterCounts:

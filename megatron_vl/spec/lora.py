@@ -393,11 +393,7 @@ def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
 def _matching_names(
     field_name: str, targets: Sequence[str], named_modules: Sequence[tuple[str, str]]
 ) -> set[str]:
-    """Resolves LoRA targets to released matrices.
-
-    Args:
-        named_modules: kind and name of each released matrix.
-    """
+    """Resolves LoRA targets to released matrices, which are given with their kinds."""
     matching_names: set[str] = set()
     for target in targets:
         target_names = {hf_name for kind, hf_name in named_modules if _is_match(target, kind, hf_name)}

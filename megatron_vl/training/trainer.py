@@ -500,9 +500,7 @@ class Trainer:
                 self.checkpoint_saver.close()
 
     def _close_after_failure(self, error: BaseException, trace: TracebackType | None) -> None:
-        """Closes hooks, log, loader and folder.
-
-        The failure is reported to the other ranks first, because closing may take a while. Errors while
+        """The failure is reported to the other ranks first, because closing may take a while. Errors while
         closing are dropped, because they usually have the same cause.
         """
         if isinstance(error, Exception):

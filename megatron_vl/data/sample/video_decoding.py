@@ -103,11 +103,7 @@ def upright_frame(frame_pixels: Tensor, video_frame: Any) -> Tensor:
 
 
 def _frame_turn(video_frame: Any) -> tuple[bool, list[int]]:
-    """Whether height and width change places, and which dimensions are mirrored afterwards.
-
-    Raises:
-        PixelError: the display matrix does not consist of quarter turns.
-    """
+    """Whether height and width change places, and which dimensions are mirrored afterwards."""
     matrix_data = video_frame.side_data.get("DISPLAYMATRIX")
     if matrix_data is None:
         return False, []
@@ -176,11 +172,7 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
 
 
 def _decode_track(video_container: Any, track: Any, open_container: Callable[[], Any]) -> _DecodedFrames:
-    """Decodes all frames of a track, or the key frames of a long one whose packets tell the others.
-
-    Raises:
-        PixelError: their sizes differ, or a key frame does not decode.
-    """
+    """Decodes all frames of a track, or the key frames of a long one whose packets tell the others."""
     listed_frames = None
     if track.frames > LONG_VIDEO_FRAMES:
         with open_container() as listed_container:

@@ -156,11 +156,7 @@ class BlockOrder:
 
 
 def _find_shards(numbers: Integers, cumulative_counts: Integers) -> tuple[Integers, Integers]:
-    """The shard of each number over all shards, and the number within that shard, int64 [n] each.
-
-    Args:
-        cumulative_counts: int64 [shards], the count of all shards up to each, itself included.
-    """
+    """The shard of each number over all shards, and the number within that shard, int64 [n] each."""
     shards = np.searchsorted(cumulative_counts, numbers, side="right")
     return shards, numbers - np.where(shards > 0, cumulative_counts[shards - 1], 0)
 
