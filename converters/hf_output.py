@@ -76,9 +76,6 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
 
     Args:
         as_fp8: whether decoder matrices are written in FP8; those that are, if ``original`` has FP8 weights.
-
-    Raises:
-        WeightsError: a matrix cannot be cut into blocks.
     """
     folder = original.tensor_folder
     fp8_folder = folder if isinstance(folder, Fp8Folder) else None

@@ -256,7 +256,7 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
 def _convert_records(
     input_files: list[InputFile], options: ConversionOptions, dataset_dir: Path
 ) -> tuple[DataReport, dict[str, Any]]:
-    """Converts all records: workers store them as samples and index shards, this process orders the samples."""
+    """Converts all records: workers store samples and index shards, this process orders the samples."""
     report = DataReport()
     seen_ids = RecordIds()
     bytes_read = bytes_shown = 0

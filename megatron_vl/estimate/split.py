@@ -27,9 +27,6 @@ def run_layout(
     Args:
         saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has
             the same stages and chunks, and the vision tower the same placement.
-
-    Raises:
-        RunConfigError, LayoutError: the layout is impossible.
     """
     validate_config(config, world_size)
     parallel_config = config.parallel
@@ -60,11 +57,7 @@ def split_source(config: TrainConfig, saved_layout: Layout | None) -> Literal["g
 
 
 def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
-    """The layout with the planned split.
-
-    Raises:
-        LayoutError: the sizes are impossible.
-    """
+    """The layout with the planned split."""
     entry_count = config.parallel.pp * config.parallel.vpp
     unsplit = configured_layout(config, spec, [0] * (entry_count - 1) + [spec.language.num_layers])
     return balanced_layout(unsplit, executed_flops(config, spec, assumed_rows(config, spec)))

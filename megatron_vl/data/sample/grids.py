@@ -153,7 +153,7 @@ def _fit_area(
 
 
 def _resized_video_size(frame_count: int, video_info: VideoInfo, settings: PixelSettings) -> tuple[int, int]:
-    """Height and width of a video's frames in pixels after resizing, if ``frame_count`` of them are sampled."""
+    """Height and width in pixels of a video's frames after resizing, if so many are sampled."""
     factor = settings.resize_factor
     height, width, limits = video_info.height, video_info.width, video_info.limits
     area_limits = (settings.video_min_pixels, settings.video_max_pixels)
@@ -218,11 +218,7 @@ def video_grid(video_info: VideoInfo, settings: PixelSettings) -> GridTHW:
 
 
 def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
-    """The frames of a video that are sampled: ascending numbers, counted from 0.
-
-    Raises:
-        PixelError: the video is empty.
-    """
+    """The frames of a video that are sampled: ascending numbers, counted from 0."""
     total, group_size = video_info.frame_count, settings.temporal_patch_size
     if total < 1 or video_info.fps <= 0:
         raise PixelError(f"a video of {total} frames at {video_info.fps} frames a second is empty")
@@ -245,11 +241,7 @@ def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
 
 
 def clip_frames(video_info: VideoInfo) -> tuple[int, int]:
-    """The first and the last frame of a video's clip, as ``calculate_video_frame_range`` has them.
-
-    Raises:
-        PixelError: the clip has less than two frames.
-    """
+    """The first and the last frame of a video's clip, as ``calculate_video_frame_range`` has them."""
     limits, fps, last_frame = video_info.limits, video_info.fps, video_info.frame_count - 1
     if limits.keys().isdisjoint(CLIP_LIMITS):
         return 0, last_frame

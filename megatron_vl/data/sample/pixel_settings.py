@@ -117,9 +117,6 @@ def media_limits_note(hf_dir: str | Path, trained_limits: Mapping[str, float]) -
 
     Args:
         trained_limits: the limits of training by field of ``data``; fields that are not known are left out.
-
-    Raises:
-        The errors of :func:`read_pixel_settings`.
     """
     pixel_settings = read_pixel_settings(hf_dir)
     limits = {

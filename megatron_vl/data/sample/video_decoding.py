@@ -320,9 +320,6 @@ def decode_frames_at(
 
     Yields:
         The chosen frames; fewer if the file ends earlier.
-
-    Raises:
-        av.FFmpegError, OSError, ValueError: as PyAV raises them.
     """
     yielded_frames = 0
     previous_numbers = [-1, *frame_numbers[:-1]]

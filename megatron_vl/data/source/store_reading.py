@@ -237,10 +237,6 @@ class StoreShards:
         Args:
             indices: the indices of the samples.
             index: the only sample to read if all of them have more than ``max_bytes`` bytes.
-
-        Raises:
-            FileNotFoundError: the shard or its index is missing.
-            OSError: the store does not give them.
         """
         shard, index_in_shard = shard_place(self._shard_starts, indices[0])
         spans = self._read_spans(shard, index_in_shard, index_in_shard + len(indices))

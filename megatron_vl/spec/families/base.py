@@ -336,11 +336,7 @@ TEXT_FIELDS_PLACE = "the text fields (text_config, or the top of the file)"
 
 
 def require_field(config: dict[str, Any], field_name: str, section_name: str) -> Any:
-    """Returns ``config[field_name]``.
-
-    Raises:
-        ConfigError: the field is missing or null. The message names the field and ``section_name``.
-    """
+    """Returns ``config[field_name]``."""
     if config.get(field_name) is None:
         raise ConfigError(f"config.json: field {field_name!r} is missing in {section_name}")
     return config[field_name]
@@ -364,9 +360,6 @@ def read_language_spec(
         tied_embeddings: whether the output layer shares the embedding's weight; None: read it from either
             level.
         has_dense_layers: whether the family has dense layers. If not, their FFN width is 0.
-
-    Raises:
-        ConfigError: a field is missing, or its value is not supported.
 
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
@@ -447,9 +440,6 @@ def assemble_model_spec(
 
     Args:
         default_tokens: the family's default for each special token.
-
-    Raises:
-        ConfigError: the halves do not fit, or the vision fields contradict each other.
     """
     if vision_spec.out_hidden_size != language_spec.hidden_size:
         raise ConfigError(

@@ -158,11 +158,7 @@ def _check_rope_type(place: str, fields: dict[str, Any]) -> None:
 
 
 def read_yarn(config: dict[str, Any]) -> YarnSpec | None:
-    """Reads YaRN as ``transformers`` does; None if the config has none.
-
-    Raises:
-        ConfigError: a field is missing, unknown or impossible.
-    """
+    """Reads YaRN as ``transformers`` does; None if the config has none."""
     rope_fields = read_rope_fields(config)
     if rope_fields.get("rope_type") != "yarn":
         return None
