@@ -51,14 +51,10 @@ STOPPED_GRACE_S = 30.0
 """Seconds after ``failures.timeout_s`` in which the other ranks of the node may kill a stopped rank."""
 
 _launcher_pid = 0
-_received_signals: list[int] = []
+received_signals: list[int] = []
+"""Those that have asked this process to end its ranks."""
 _ranks_seen = threading.Event()
 """Set when this process has ranks, or had them."""
-
-
-def was_asked_to_stop() -> bool:
-    """Whether a signal has asked this process to end its ranks."""
-    return bool(_received_signals)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,7 +161,7 @@ def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
     if exit_code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
         if exit_code < 0:  # the rank did not handle the signal yet
             _print_message("the run had not begun; nothing was saved")
-        return 128 + (_received_signals[0] if _received_signals else signal.SIGUSR1)
+        return 128 + (received_signals[0] if received_signals else signal.SIGUSR1)
     if exit_code >= 0:
         return exit_code
     signal_name = signal.Signals(-exit_code).name
@@ -274,8 +270,8 @@ def _ask_ranks_to_stop(signal_number: int, frame: FrameType | None) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     signal_name, is_ctrl_c = signal.Signals(signal_number).name, signal_number == signal.SIGINT
-    is_repeated = is_ctrl_c and signal_number in _received_signals
-    _received_signals.append(signal_number)
+    is_repeated = is_ctrl_c and signal_number in received_signals
+    received_signals.append(signal_number)
     rank_pids = _find_rank_pids()
     ends_at_once = is_repeated or not (rank_pids or _ranks_seen.is_set())
     if rank_pids and not ends_at_once:

@@ -157,12 +157,15 @@ def _index_tars(options: DataIndexOptions, config: TrainConfig, spec: ModelSpec,
 def show(options: DataShowOptions) -> int:
     """Prints what a data set holds, or one sample, and writes its page."""
     config = _read_run(options.fields)
-    from data_tools.sample_sources import open_encoder
+    from data_tools.sample_sizes import index_datasets
+    from data_tools.sample_sources import list_splits, open_encoder
+    from data_tools.statistics import count_statistics
+    from data_tools.worker_pool import default_workers
     from megatron_vl.spec.families import read_spec
 
     from .page import write_page
     from .sample_view import find_sample, print_sample, view_sample
-    from .statistics import count_splits, dataset_facts, print_facts
+    from .statistics import dataset_facts, print_facts
 
     encoder = open_encoder(config.data, read_spec(config.model.hf), config.model.hf)
     if options.sample is not None:
@@ -175,7 +178,9 @@ def show(options: DataShowOptions) -> int:
             write_page(config, encoder, options.html, {"quarantined": {}}, {}, [sample])
         return 1 if sample.problem else 0
 
-    statistics = count_splits(config, encoder)
+    index_datasets(config.data, encoder.spec, config.model.hf, default_workers())  # what has no sizes yet
+    splits = list_splits(config.data.path)
+    statistics = {split: count_statistics(encoder, config.model.hf, split) for split in splits}
     facts = dataset_facts(config, statistics)
     if options.json:
         print(json.dumps(facts))

@@ -93,9 +93,6 @@ def inspect_medium(
 
     Args:
         reference: the medium's name in messages, and the suffix of a video.
-
-    Raises:
-        UnusableError: the medium does not decode, or is too large or too narrow.
     """
     shown_reference = describe_reference(reference)
     try:

@@ -32,12 +32,7 @@ VIDEO_FORMATS = (
 
 
 def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> VideoInfo:
-    """Finds the true number of frames, rate and size of a video file, as :func:`describe_video` does.
-
-    Raises:
-        ImageTooLargeError: a frame has more than ``max_pixels``.
-        PixelError: the bytes are not a video, a frame does not decode, or frames are missing.
-    """
+    """Finds the true number of frames, rate and size of a video file, as :func:`describe_video` does."""
     if is_frame_archive(video_bytes):
         return _probe_frame_archive(video_bytes, max_pixels)
     with pixel_errors("video"):

@@ -129,7 +129,7 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
 def find_datasets_without_sizes(
     description: Description, hf_dir: str | Path, data_config: DataConfig, split_name: str = "train"
 ) -> list[DatasetDescription]:
-    """The data sets of a split that have no sizes for this tokenizer and chat template. Each is listed once."""
+    """The data sets that have no sizes for this tokenizer and chat template, each once."""
     tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
     datasets: dict[str, DatasetDescription] = {}
     for dataset, _ in description.split_parts(split_name):

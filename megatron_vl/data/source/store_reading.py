@@ -98,12 +98,7 @@ class ReadAhead:
             self._start_requests()
 
     def take(self, source: int, index: int) -> bytes:
-        """Waits for the bytes of a sample and returns them. They are not kept any longer.
-
-        Raises:
-            FileNotFoundError: the shard or its index is missing.
-            OSError: the store does not give them.
-        """
+        """Waits for the bytes of a sample and returns them. They are not kept any longer."""
         while True:
             with self._lock:
                 request = self._find_or_start_request(source, index)

@@ -267,11 +267,7 @@ class ModelSpec:
         return differences
 
     def with_mtp(self, has_mtp: bool = True) -> ModelSpec:
-        """A copy with or without the layer of multi-token prediction.
-
-        Raises:
-            ConfigError: the model has no such layer, or not one that shares the model's embedding.
-        """
+        """A copy with or without the layer of multi-token prediction."""
         fields = text_config(self.hf_config) if has_mtp else {}
         if has_mtp and not self.family.startswith("qwen3_5"):
             raise ConfigError(f"{self.family} has no layer of multi-token prediction: set mtp.loss to 0")

@@ -232,9 +232,6 @@ def with_rope_scaling(config: dict[str, Any], rope_scaling: Mapping[str, Any]) -
     Args:
         rope_scaling: YaRN's fields, or ``{"rope_type": "default"}``. Rotary fields that belong to the weights
             may be repeated.
-
-    Raises:
-        ConfigError: a field is unknown, or contradicts one that belongs to the weights.
     """
     config = copy.deepcopy(config)
     text_fields, old_fields = text_config(config), read_rope_fields(config)
