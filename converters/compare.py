@@ -67,14 +67,8 @@ class _StoredTensor:
 
 
 def _open_checkpoint(checkpoint_path: Path, *, as_stored: bool) -> tuple[dict[str, _StoredTensor], bool]:
-    """Opens a HF folder with its stored names, or Megatron weights of any layout as full tensors.
-
-    Args:
-        as_stored: whether FP8 weights are not dequantised.
-
-    Returns:
-        The tensors by name, and whether it is a HF folder.
-    """
+    """Opens a HF folder with its stored names, or Megatron weights of any layout as full tensors. Returns
+    also whether it is a HF folder."""
     markers = (MANIFEST_FILE, f"weights/{MANIFEST_FILE}", "step_*")
     if any(path for marker in markers for path in checkpoint_path.glob(marker)):
         # The reader must not refuse damaged tensors: a comparison shows the differences.
@@ -159,7 +153,6 @@ def compare_weights(
 def _find_differences[Item](
     find_difference: Callable[[Item], TensorDifference | None], items: Sequence[Item], worker_count: int
 ) -> list[TensorDifference]:
-    """The differences that threads find, in the order of the items."""
     with ThreadPoolExecutor(worker_count or default_worker_count()) as pool:
         return list(filter(None, pool.map(find_difference, items)))
 

@@ -142,13 +142,7 @@ def _write_weights(
     force_overwrite: bool,
     weights_origin: dict | None,
 ) -> WeightsReport:
-    """Writes Megatron weights of a layout: their files first, then the manifest.
-
-    Args:
-        input_dirs: the folders that are read; none of them may be ``output_dir``.
-        layout_arguments, worker_count: ``layout`` and ``workers`` of :func:`convert_weights`.
-        weights_origin: facts about the origin of the weights, for the manifest.
-    """
+    """Writes Megatron weights of a layout: their files first, then the manifest."""
     output_dir = Path(output_dir)
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
     planned_files = _plan_files(source, layout)
@@ -172,7 +166,6 @@ def _write_weights(
 def _make_report(
     output_dir: Path, conversion_output: ConversionOutput, seconds: float, layout: Layout | None = None
 ) -> WeightsReport:
-    """The report about the files that were written."""
     writers = conversion_output.writer_by_file.values()
     # A tensor may be in several files, as shards or replicated.
     tensor_names = {name for writer in writers for name in writer.tensor_names()}
@@ -210,10 +203,7 @@ def _run_copy_jobs(
     conversion_output: ConversionOutput,
     worker_count: int,
 ) -> float:
-    """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took.
-
-    Raises WeightsError if a stored tensor is damaged.
-    """
+    """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took."""
     tensor_infos = trained_table(source.spec, source.lora)
 
     def check(tensor_name: str) -> None:

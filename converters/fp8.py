@@ -24,7 +24,6 @@ from megatron_vl.weights.tensor_files import (
     DTYPE_BY_NAME,
     MatrixRegion,
     WeightsError,
-    dtype_name,
 )
 from megatron_vl.weights.trained_media import read_json_object
 
@@ -95,13 +94,6 @@ class Fp8Folder(TensorFolder):
                 f"{self.path}: tensor {scale_name!r} has shape {list(found)}; weight_block_size in"
                 f" config.json says {list(expected)}"
             )
-
-    def describe_rounding(self) -> str:
-        """A note about the weights that are read."""
-        return (
-            f"{len(self.grid_by_tensor)} matrices of {self.path} are in FP8: each value was multiplied by the"
-            f" scale of its block in float32 and rounded once to {dtype_name(self.weight_dtype)}"
-        )
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         return self.weight_dtype if tensor_name in self.grid_by_tensor else super().dtype(tensor_name)
@@ -179,7 +171,6 @@ class Fp8Output:
         return torch.stack([self._scale_rows.pop(row) for row in range(region.row, region.row_end)])
 
     def _quantise(self, scale_row: int, scale_row_end: int) -> tuple[Tensor, Tensor]:
-        """Values and scales of some rows of blocks."""
         cols, block_cols = self.grid.shape[-1], self.grid.block_size[1]
         region = MatrixRegion(self.grid.first_row(scale_row), self.grid.first_row(scale_row_end), 0, cols)
         values = self.read_values(region)

@@ -10,7 +10,6 @@ of all families may use either style.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from functools import cached_property, reduce
 from pathlib import Path
 
@@ -22,11 +21,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, MTP_PREFIX, tensor_table
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
-from megatron_vl.weights.tensor_files import (
-    MatrixRegion,
-    WeightsError,
-    row_regions,
-)
+from megatron_vl.weights.tensor_files import MatrixRegion, WeightsError, dtype_name, row_regions
 
 from . import make_conversion_rules
 from .fp8 import Fp8Folder, open_tensor_folder
@@ -102,13 +97,6 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     return "output_first" if has_output_first else released_style
 
 
-def detect_mtp_expert_style(tensor_folder: TensorFolder) -> ExpertStyle:
-    """Released Qwen3.5 stores the experts of multi-token prediction apart, Qwen3.6 in stacks."""
-    names = map(short_tensor_name, tensor_folder.file_by_tensor)
-    is_apart = f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight" in names
-    return "apart" if is_apart else "output_first"
-
-
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
     """Whether a stored tensor is outside the model and only copied (:data:`CARRIED_NAMES`)."""
     language = spec.language
@@ -146,14 +134,14 @@ class HfCheckpoint(CanonicalWeights):
             self.spec = self.spec.with_mtp()
         self.tensor_infos = tensor_table(self.spec)
         self.tensor_folder = open_tensor_folder(self.path)
-        expert_style = detect_expert_style(self.spec, self.tensor_folder)
-        self.rule_by_name: dict[str, ConversionRule] = {
-            rule.name: rule
-            for rule in make_conversion_rules(
-                self.spec, expert_style, detect_mtp_expert_style(self.tensor_folder)
-            )
-        }
         stored_names = self.tensor_folder.file_by_tensor
+        # Released Qwen3.5 stores the experts of multi-token prediction apart, Qwen3.6 in stacks.
+        mtp_expert = f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight"
+        mtp_style = "apart" if mtp_expert in map(short_tensor_name, stored_names) else "output_first"
+        style = detect_expert_style(self.spec, self.tensor_folder)
+        self.rule_by_name: dict[str, ConversionRule] = {
+            rule.name: rule for rule in make_conversion_rules(self.spec, style, mtp_style)
+        }
         self.carried_names = [name for name in stored_names if is_carried_tensor(self.spec, name)]
         self.stored_name_by_released = self._map_released_names()
         self._check_tensors()
@@ -186,10 +174,6 @@ class HfCheckpoint(CanonicalWeights):
     def embedding_name(self) -> str:
         """The released name of the embedding."""
         return next(iter(self.rule_by_name[EMBEDDING_TENSOR].hf_shapes))
-
-    def names_in_order(self) -> list[str]:
-        """The released names of this folder's tensors, in model order."""
-        return [*self.expected_shapes, *([HF_OUTPUT] if self.has_tied_output else [])]
 
     @property
     def has_tied_output(self) -> bool:
@@ -229,7 +213,12 @@ class HfCheckpoint(CanonicalWeights):
 
     def rounding_notes(self) -> list[str]:
         """What is rounded when these weights are read."""
-        return [self.tensor_folder.describe_rounding()] if isinstance(self.tensor_folder, Fp8Folder) else []
+        if not isinstance(folder := self.tensor_folder, Fp8Folder):
+            return []
+        return [
+            f"{len(folder.grid_by_tensor)} matrices of {self.path} are in FP8: each value was multiplied by"
+            f" the scale of its block in float32 and rounded once to {dtype_name(folder.weight_dtype)}"
+        ]
 
     def check_tied_output(self) -> None:
         """Raises WeightsError if a stored tied output layer differs from the embedding in any bit."""
@@ -279,16 +268,13 @@ class HfCheckpoint(CanonicalWeights):
         for tensor_reader in self.tensor_folder.reader_by_file.values():
             tensor_reader.expect_scattered_reads(is_scattered)
 
-    def hf_blocks(self, released_name: str) -> Sequence[MatrixBlock]:
-        """The rectangles of a HF tensor in the canonical tensors: the inverse of the rules."""
-        return self._hf_blocks[
-            self.embedding_name if released_name == HF_OUTPUT and self.has_tied_output else released_name
-        ]
-
     @cached_property
-    def _hf_blocks(self) -> dict[str, list[MatrixBlock]]:
-        blocks_by_hf_name: dict[str, list[MatrixBlock]] = {}
+    def hf_blocks(self) -> dict[str, list[MatrixBlock]]:
+        """The inverse of the rules: released name -> rectangles in canonical tensors, in model order."""
+        blocks_by_hf_name: dict[str, list[MatrixBlock]] = {name: [] for name in self.expected_shapes}
         for rule in self.rule_by_name.values():
             for block in rule.blocks:
-                blocks_by_hf_name.setdefault(str(block.part_id), []).append(block.inverse_block(rule.name))
+                blocks_by_hf_name[str(block.part_id)].append(block.inverse_block(rule.name))
+        if self.has_tied_output:
+            blocks_by_hf_name[HF_OUTPUT] = blocks_by_hf_name[self.embedding_name]
         return blocks_by_hf_name

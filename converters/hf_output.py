@@ -82,9 +82,6 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
 
     Args:
         as_fp8: whether decoder matrices are written in FP8; those that are, if ``original`` has FP8 weights.
-
-    Raises:
-        WeightsError: a matrix cannot be cut into blocks.
     """
     folder = original.tensor_folder
     fp8_folder = folder if isinstance(folder, Fp8Folder) else None
@@ -122,17 +119,12 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
 def _model_tensors(
     original: HfCheckpoint, *, experts_apart: bool
 ) -> Iterator[tuple[str, str, tuple[int, ...], Sequence[MatrixBlock]]]:
-    """File, stored name, shape and blocks in the canonical tensors of each tensor of the model.
-
-    Args:
-        experts_apart: whether the matrices of each expert are tensors of their own, also if they are stacks
-            in ``original``.
-    """
+    """File, stored name, shape and blocks in the canonical tensors of each tensor of the model."""
     folder = original.tensor_folder
     rules = make_conversion_rules(original.spec, "apart", "apart") if experts_apart else []
     rules_apart = {rule.name: rule for rule in rules}
-    for hf_name in original.names_in_order():
-        stored_name, blocks = original.stored_name_by_released[hf_name], original.hf_blocks(hf_name)
+    for hf_name, blocks in original.hf_blocks.items():
+        stored_name = original.stored_name_by_released[hf_name]
         file = folder.file_by_tensor[stored_name]
         if not experts_apart or not hf_name.endswith((GATE_UP_STACK, DOWN_STACK)):
             yield file, stored_name, folder.shape(stored_name), blocks

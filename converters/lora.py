@@ -46,11 +46,6 @@ from .peft_folder import (
 )
 
 
-def _module_name(hf_tensor_name: object) -> str:
-    """The name of a module in ``transformers`` 5 from the released name of its weight."""
-    return long_tensor_name(str(hf_tensor_name)).removesuffix(".weight")
-
-
 def _part_views(
     spec: ModelSpec, adapter: FusedLora, canonical_a: Tensor, canonical_b: Tensor
 ) -> Iterator[tuple[str, Tensor, list[tuple[slice, Tensor]]]]:
@@ -69,7 +64,8 @@ def _part_views(
         num_cols = matrix_shapes[part.hf_name][1]
         part_a = canonical_a[first_row : first_row + part.rank, :num_cols]
         first_row += part.rank
-        blocks = [block for block in base_blocks if _module_name(block.part_id) == part.hf_name]
+        weight_name = f"{part.hf_name}.weight"
+        blocks = [block for block in base_blocks if long_tensor_name(str(block.part_id)) == weight_name]
         pieces_b = [
             (slice(b.part_row, b.part_row + b.rows), canonical_b[b.row : b.row + b.rows, : part.rank])
             for b in blocks
@@ -145,10 +141,9 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
                 )
         adapters = fused_lora(spec, self.lora).values()
         self._adapter_by_factor = {name: a for a in adapters for name in (a.name_a, a.name_b)}
-        self._cached_factors = lru_cache(maxsize=4)(self._fuse_adapter)
-
-    def _fuse_adapter(self, adapter: FusedLora) -> tuple[Tensor, Tensor]:
-        return fuse_factors(self.spec, adapter, self.factors, self.dtype(adapter.name_a))
+        self._cached_factors = lru_cache(maxsize=4)(
+            lambda adapter: fuse_factors(spec, adapter, self.factors, self.dtype(adapter.name_a))
+        )
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         """The type that holds the values of all released parts of a canonical tensor exactly."""
@@ -173,12 +168,7 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
 
 
 def open_lora(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapters:
-    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
-
-    Raises:
-        FileNotFoundError: there is neither.
-        WeightsError: it holds no LoRA weights, or a PEFT folder does not fit the model.
-    """
+    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout."""
     # PEFT's files have no multi-token prediction.
     return PeftAdapters(path, spec.with_mtp(False)) if is_peft_folder(path) else read_lora(path)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.lora import MixedLora, fused_lora, whole_module
-from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_matrix_region
+from megatron_vl.weights.tensor_files import MatrixRegion, TensorReader, WeightsError, matrix_shape
 
 from . import make_conversion_rules
 from .hf_checkpoint import long_tensor_name, short_tensor_name
@@ -99,11 +99,6 @@ def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     module_shapes = _module_shapes(spec)
     every_matrix = fused_lora(spec, LoraConfig(rank=1, targets=[".*"])).values()
     return {part.hf_name: module_shapes[part.hf_name] for fused in every_matrix for part in fused.parts}
-
-
-def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
-    """PEFT's ``target_modules`` and ``target_parameters`` for every matrix that can have an adapter."""
-    return target_settings(released_matrices(spec), spec)
 
 
 def target_settings(hf_names: Iterable[str], spec: ModelSpec) -> dict[str, Any]:
@@ -221,7 +216,6 @@ class PeftFolder:
         return saved_keys
 
     def _read_factors(self) -> dict[str, MatrixFactors]:
-        """The factors of all matrices, in model order."""
         matrix_shapes = released_matrices(self.spec)
         modules = self._tensors_by_module()
         module_names = matrix_shapes.keys() | modules.keys()
@@ -267,11 +261,11 @@ class PeftFolder:
             module_name = long_tensor_name(key_match[1])
             self._has_old_names |= module_name != key_match[1]
             self.tensor_reader.dtype(key)  # refuses quantised factors
-            stored_region = whole_matrix_region(self.tensor_reader.shape(key))
+            rows, columns = matrix_shape(self.tensor_reader.shape(key))
             pair = modules.setdefault(module_name, {})
             if key_match[2] in pair:
                 raise WeightsError(f"{self.path / ADAPTER_FILE}: {key!r} is there under two names")
-            pair[key_match[2]] = self.tensor_reader.read_region(key, stored_region)
+            pair[key_match[2]] = self.tensor_reader.read_region(key, MatrixRegion(0, rows, 0, columns))
 
         for module_name, pair in modules.items():
             if len(pair) != 2:
@@ -283,7 +277,6 @@ class PeftFolder:
     def _matrix_factors(
         self, hf_name: str, shape: tuple[int, ...], pair: Mapping[str, Tensor]
     ) -> MatrixFactors:
-        """The factors of one matrix."""
         rank, alpha = self._rank_and_alpha(hf_name)
         out_features, in_features = shape
         self._check_shape(hf_name, "A", pair["A"], (rank, in_features))
@@ -340,8 +333,11 @@ class PeftFolder:
         entries_by_name: dict[str, dict[Any, str]] = {}
         for pattern, value in (self.config.get(setting) or {}).items():
             regex = re.compile(rf"(.*\.)?({pattern})")  # as in PEFT
+            # Old names may be used if the file's tensors have them.
             matching_names = [
-                name for name in module_names if any(map(regex.fullmatch, self._module_spellings(name)))
+                name
+                for name in module_names
+                if regex.fullmatch(name) or self._has_old_names and regex.fullmatch(short_tensor_name(name))
             ]
             if not matching_names:
                 raise WeightsError(
@@ -351,10 +347,6 @@ class PeftFolder:
             for name in matching_names:
                 entries_by_name.setdefault(name, {}).setdefault(value, pattern)
         return entries_by_name
-
-    def _module_spellings(self, hf_name: str) -> set[str]:
-        """The names that a setting may use for a module: the old one too if the file's tensors have those."""
-        return {hf_name, short_tensor_name(hf_name)} if self._has_old_names else {hf_name}
 
     def _rank_and_alpha(self, hf_name: str) -> tuple[int, float]:
         """Rank and alpha of a matrix. Raises WeightsError if two patterns contradict each other."""

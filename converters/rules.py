@@ -192,12 +192,8 @@ def _identical_rule(tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, 
 
 
 def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, int]]) -> ConversionRule:
-    """The rule of a tensor that consists of rows of HF tensors, which have its columns.
-
-    Args:
-        row_runs: (HF name or :data:`PADDING`, first row in the HF tensor, number of rows) of each run of rows
-            of the canonical tensor, in order.
-    """
+    """The rule of a tensor that consists of rows of HF tensors, which have its columns. A run of rows is (HF
+    name or :data:`PADDING`, first row in the HF tensor, number of rows)."""
     num_cols = matrix_shape(tensor_info.shape)[1]
     blocks, padding = [], []
     hf_rows: Counter[str] = Counter()
@@ -247,11 +243,7 @@ def name_entries(
 
 
 def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[ConversionRule]:
-    """Makes one rule for each tensor of the model, in model order. Entries for other tensors are not used.
-
-    Raises:
-        ValueError: the table has no entry for a tensor, or two entries.
-    """
+    """Makes one rule for each tensor of the model, in model order. Entries for other tensors are not used."""
     entry_by_name = {name_entry.name: name_entry for name_entry in entries}
     if len(entry_by_name) < len(entries):
         raise ValueError(f"{spec.family}: two entries for one name")

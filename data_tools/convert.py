@@ -108,11 +108,6 @@ class DataReport:
             self.assumed_fps += info.assumed_fps
             self.first_images += info.has_more_images
 
-    def count_refusal(self, refusal: dict[str, Any]) -> None:
-        """Counts a line of the quarantine file."""
-        by_reason = self.refused.setdefault(refusal["file"], {})
-        by_reason[refusal["reason"]] = by_reason.get(refusal["reason"], 0) + 1
-
     def as_json(self) -> dict[str, Any]:
         return {"samples": self.samples, **self.__dict__}
 
@@ -261,11 +256,7 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
 def _convert_records(
     input_files: list[InputFile], options: ConversionOptions, dataset_dir: Path
 ) -> tuple[DataReport, dict[str, Any]]:
-    """Converts all records: workers store them as samples and index shards, this process orders the samples.
-
-    Returns:
-        The report, and the size and hash of each shard by its name.
-    """
+    """Converts all records: workers store samples and index shards, this process orders the samples."""
     report = DataReport()
     seen_ids = RecordIds()
     bytes_read = bytes_shown = 0
@@ -308,7 +299,8 @@ def _convert_records(
                         if any(outcome.media_names):
                             names_file.write(json.dumps([outcome.key, outcome.media_names]) + "\n")
                     else:
-                        report.count_refusal(outcome)
+                        counts = report.refused.setdefault(outcome["file"], {})
+                        counts[outcome["reason"]] = counts.get(outcome["reason"], 0) + 1
                         quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
             spool_path.unlink()
             num_refused = report.records - sum(shard_writer.num_samples.values())

@@ -120,11 +120,7 @@ KNOWN_FIELDS = {
 
 
 def find_input_files(input_paths: list[Path]) -> list[InputFile]:
-    """The files of all inputs, in order. ``dataset_info.json:a,b`` means two data sets of an index.
-
-    Raises:
-        ConvertError: an input does not exist, or holds what cannot be read here.
-    """
+    """The files of all inputs, in order. ``dataset_info.json:a,b`` means two data sets of an index."""
     input_files: list[InputFile] = []
     for path in input_paths:
         index_name, colon, dataset_names = path.name.partition(":")
@@ -259,14 +255,7 @@ def record_suffix(file_path: Path) -> str:
 
 
 def _index_files(index_path: Path, dataset_names: list[str] | None) -> list[InputFile]:
-    """The files of data sets of LLaMA-Factory's index, in order.
-
-    Args:
-        dataset_names: None: all of them.
-
-    Raises:
-        ConvertError: the file is no index, does not have one of the names, or one of them is on a hub.
-    """
+    """The files of data sets of LLaMA-Factory's index, in order; without names, of all of them."""
     index = _read_json(index_path)
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
         raise ConvertError(

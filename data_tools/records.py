@@ -223,7 +223,6 @@ class _ArrayText:
         self.text, self.position, self.num_records = "", 0, 0
 
     def grow(self, num_characters: int = CHUNK_BYTES) -> bool:
-        """Reads more. Returns whether there was any."""
         try:
             new_text = self.stream.read(num_characters)
         except UnicodeDecodeError as error:
@@ -241,7 +240,6 @@ class _ArrayText:
                 return ""
 
     def read_record(self) -> Any:
-        """Reads the record at the current position, and moves to its end."""
         self.next_character()
         record_number, num_characters = self.num_records + 1, CHUNK_BYTES
         json_decoder, refused_record = EXACT_DECODER, None

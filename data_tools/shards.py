@@ -116,11 +116,7 @@ def _sample_json(
     conversation: Conversation, media_infos: list[MediaInfo], suffixed_keys: list[str], source: dict[str, Any]
 ) -> bytes:
     """The JSON of a sample: its messages, or the parts of a document, and the sizes of its media, so that
-    packing decodes nothing.
-
-    Args:
-        suffixed_keys: names of the tar members of the media. Media parts of the messages refer to them.
-    """
+    packing decodes nothing. Media parts of the messages refer to the names of the tar members."""
     member_iterator = iter(suffixed_keys)
 
     def named_part(part: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +165,6 @@ class _OpenShard:
         self.media_bytes += sample.media_bytes
 
     def close(self) -> None:
-        """Ends the tar as :mod:`tarfile` does."""
         self.tar_file.write(bytes(2 * tarfile.BLOCKSIZE))
         self.tar_file.write(bytes(-self.tar_file.tell() % tarfile.RECORDSIZE))
         self.tar_file.close()
@@ -267,11 +262,7 @@ class ShardWriter:
 
 
 def index_shard(shard_name: str, shard_number: int, num_samples: int, dataset_dir: Path) -> WrittenShard:
-    """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index.
-
-    Raises:
-        ConvertError: Energon does not find all samples.
-    """
+    """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 

@@ -32,7 +32,7 @@ from types import FrameType
 
 import psutil
 
-from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.config import parse_config
 from megatron_vl.parallel import joining
 from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s, join_nodes, raise_open_file_limit
 from megatron_vl.system import host_memory
@@ -51,14 +51,10 @@ STOPPED_GRACE_S = 30.0
 """Seconds after ``failures.timeout_s`` in which the other ranks of the node may kill a stopped rank."""
 
 _launcher_pid = 0
-_received_signals: list[int] = []
+received_signals: list[int] = []
+"""Those that have asked this process to end its ranks."""
 _ranks_seen = threading.Event()
 """Set when this process has ranks, or had them."""
-
-
-def was_asked_to_stop() -> bool:
-    """Whether a signal has asked this process to end its ranks."""
-    return bool(_received_signals)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     raise_open_file_limit()  # this process serves the store of all ranks
     torchrun_args = parse_args(argv[1:] if should_fork else argv)
     program, run_args = torchrun_args.training_script, torchrun_args.training_script_args
-    config = _parse_run_config(run_args) if program == RANK_PROGRAM else None
+    config = None
+    with contextlib.suppress(Exception):  # the ranks will say what is wrong with it
+        config = parse_config(list(run_args)) if program == RANK_PROGRAM else None
     should_fork = should_fork or (
         torchrun_args.standalone and config is not None and config.platform == "cpu"
     )
@@ -118,13 +116,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _print_message(text: str) -> None:
     print(f"megatron_vl.launch: {text}", file=sys.stderr, flush=True)
-
-
-def _parse_run_config(run_args: list[str]) -> TrainConfig | None:
-    """The run's configuration; None if it is wrong, and the ranks will say why."""
-    with contextlib.suppress(Exception):
-        return parse_config(list(run_args))
-    return None
 
 
 def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> object:
@@ -170,7 +161,7 @@ def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
     if exit_code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
         if exit_code < 0:  # the rank did not handle the signal yet
             _print_message("the run had not begun; nothing was saved")
-        return 128 + (_received_signals[0] if _received_signals else signal.SIGUSR1)
+        return 128 + (received_signals[0] if received_signals else signal.SIGUSR1)
     if exit_code >= 0:
         return exit_code
     signal_name = signal.Signals(-exit_code).name
@@ -279,8 +270,8 @@ def _ask_ranks_to_stop(signal_number: int, frame: FrameType | None) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     signal_name, is_ctrl_c = signal.Signals(signal_number).name, signal_number == signal.SIGINT
-    is_repeated = is_ctrl_c and signal_number in _received_signals
-    _received_signals.append(signal_number)
+    is_repeated = is_ctrl_c and signal_number in received_signals
+    received_signals.append(signal_number)
     rank_pids = _find_rank_pids()
     ends_at_once = is_repeated or not (rank_pids or _ranks_seen.is_set())
     if rank_pids and not ends_at_once:
@@ -294,7 +285,6 @@ def _ask_ranks_to_stop(signal_number: int, frame: FrameType | None) -> None:
 
 
 def _wait_for_ranks(poll_interval_s: float = 1.0) -> None:
-    """Returns when there are ranks."""
     while not _find_rank_pids():
         time.sleep(poll_interval_s)
     _ranks_seen.set()

@@ -44,7 +44,9 @@ def run_rank(work: Callable[[], None]) -> int:
     try:
         work()
     except Exception as error:
-        return _report_failure(error)
+        failures.print_failure_once(failures.report_failure(error))  # that of the rank that failed first
+        failures.exit_after_failure()
+        return exit_code_of_error(error)
     finally:
         # If torch was not imported, there is no process group, and importing it would take seconds.
         if "torch" in sys.modules:
@@ -95,16 +97,6 @@ def train(config: TrainConfig, spec: ModelSpec | None = None, hooks: Sequence[Ho
 def launched_world_size() -> int:
     """Number of ranks of this training, as torchrun sets it; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _report_failure(error: Exception) -> int:
-    """Prints why the training ends: this rank's error, or that of the rank that failed first.
-
-    Returns the exit code.
-    """
-    failures.print_failure_once(failures.report_failure(error))
-    failures.exit_after_failure()
-    return exit_code_of_error(error)
 
 
 if __name__ == "__main__":

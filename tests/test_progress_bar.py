@@ -6,10 +6,12 @@ import io
 import itertools
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_vl.system import progress_bar
+from megatron_vl.training.hooks import ShowProgress
 
 
 class Stream(io.StringIO):
@@ -50,7 +52,7 @@ def test_bar_of_a_run_shows_slow_steps_and_the_time_left(monkeypatch):
     monkeypatch.setattr("rich.console.monotonic", lambda: float(next(clock)))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
-    with progress_bar.progress(100, "steps", "training", done=90, has_lines=False) as advance:
+    with progress_bar.progress(100, "steps", "training", done=90) as advance:
         for _ in range(4):
             advance(1)
         print("step 94/100 | loss 1.0", file=sys.stderr)
@@ -62,11 +64,20 @@ def test_bar_of_a_run_shows_slow_steps_and_the_time_left(monkeypatch):
     assert said.index("\x1b[?25h") < said.index("training: 91"), "not even by a kill"
 
 
-def test_run_prints_its_own_lines_elsewhere(monkeypatch):
-    stream = Stream(is_terminal=False)
+def test_a_log_of_a_run_has_the_time_left_once_a_minute(monkeypatch):
+    """Steps of 25 s: the first line follows the third step, and each of the next two the third after it."""
+    stream, seconds = Stream(is_terminal=False), [0.0]
     monkeypatch.setattr(sys, "stderr", stream)
-    clock = itertools.count(0, 90)
-    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(clock)))
-    with progress_bar.progress(100, "steps", "training", has_lines=False) as advance:
-        advance(1)
-    assert stream.getvalue() == ""
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
+    hook = ShowProgress()
+    hook.begin(SimpleNamespace(step=0, last_step=10))
+    for _ in range(9):
+        seconds[0] += 25.0
+        hook.after_step(None, None, None)
+    hook.end(None, has_failed=False)
+    assert stream.getvalue().splitlines() == [
+        "training: 3 of 10 steps (30 %), 25.0 s each, 0:02:55 left",
+        "training: 6 of 10 steps (60 %), 25.0 s each, 0:01:40 left",
+        "training: 9 of 10 steps (90 %), 25.0 s each, 0:00:25 left",
+    ]

@@ -180,7 +180,6 @@ def test_commands_of_the_wheel_run_without_extras_or_name_the_one_that_they_need
     program("export --checkpoint merged --hf hf --out back")
     assert "identical" in program("verify hf back").stdout
     program("data convert --input raw/conversations.json --media-root raw/media --out data --val-fraction 0")
-    program("data verify data")
 
     run = "--model.hf hf --model.checkpoint shards --data.path data --data.seq_len 512 --steps 1"
     run += " --global_batch_size 2"

@@ -35,7 +35,6 @@ COMMANDS = {
     "export": Command("weights", "ExportOptions", "export"),
     "verify": Command("weights", "VerifyOptions", "verify"),
     "data convert": Command("data", "DataConvertOptions", "convert"),
-    "data verify": Command("data", "DataVerifyOptions", "verify"),
     "data index": Command("data", "DataIndexOptions", "index"),
     "data show": Command("data", "DataShowOptions", "show"),
     "checkpoint show": Command("checkpoint", "ShowOptions", "show"),

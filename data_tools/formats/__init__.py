@@ -110,8 +110,8 @@ def read_conversation(
     reader = RecordReader(record, record_format)
     messages = record_format.read_messages(record, reader)
     is_document = messages[0]["role"] == "document"
-    if caption_prompt and is_document and documents.is_caption(record, messages[0]["content"]):
-        messages = documents.answered_prompt(messages[0]["content"], caption_prompt)
+    if caption_prompt and is_document:
+        messages = documents.answer_prompt(record, messages, caption_prompt)
     # Media are known to belong to their markers only after all turns are read.
     if missing_markers == "first":
         reader.place_media_first(messages)

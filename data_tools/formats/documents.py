@@ -20,14 +20,12 @@ MMC4_REFERENCE_KEYS = ("image_name", "image", "path", "bytes", "url", "raw_url")
 PARAGRAPH_BREAK = "\n\n"
 
 
-def is_caption(record: dict[str, Any], parts: list[dict[str, Any]]) -> bool:
-    """Whether a record is one text that describes the media before it."""
+def answer_prompt(record: dict[str, Any], document: list[Message], prompt: str) -> list[Message]:
+    """The conversation in which a caption, one text after its media, answers a question about them."""
+    parts = document[0]["content"]
     texts = [part["type"] == "text" for part in parts]
-    return any(key in record for key in TEXT_FIELDS) and len(texts) > 1 and texts[-1] and sum(texts) == 1
-
-
-def answered_prompt(parts: list[dict[str, Any]], prompt: str) -> list[Message]:
-    """The conversation in which a caption answers a question about its media."""
+    if len(texts) == 1 or not texts[-1] or sum(texts) > 1 or not any(key in record for key in TEXT_FIELDS):
+        return document
     question = [*parts[:-1], {"type": "text", "text": prompt}]
     return [{"role": "user", "content": question}, {"role": "assistant", "content": parts[-1]["text"]}]
 

@@ -423,7 +423,6 @@ class RecordReader:
         return {"type": media_kind}
 
     def _add_medium(self, media_kind: str, reference: Any, field_path: str, limits: dict[str, Any]) -> None:
-        """Adds a medium to those that have a place in the text."""
         self.media_references.append((media_kind, reference))
         self.field_paths.append(field_path)
         self.media_limits.append(limits)

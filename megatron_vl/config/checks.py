@@ -30,7 +30,12 @@ def validate_config(config: TrainConfig, world_size: int) -> int:
 
     Returns the data-parallel size.
     """
-    _check_field_ranges(config)
+    check_field_ranges(config)
+    return check_sizes(config, world_size)
+
+
+def check_sizes(config: TrainConfig, world_size: int) -> int:
+    """:func:`validate_config` of a run whose single fields are known to be in range."""
     dp = _check_parallel_sizes(config, world_size)
     _check_row_sharing(config)
     _check_pipeline_chunks(config, dp)
@@ -81,7 +86,6 @@ def _near_multiples(number: int, divisor: int) -> str:
 
 
 def _check_row_sharing(config: TrainConfig) -> None:
-    """Checks that the ranks of a stage can share a row."""
     parallel, seq_len, recipe = config.parallel, config.data.seq_len, config.fp8.recipe
     tp, cp, sequence_parallel = parallel.tp, parallel.cp, parallel.sequence_parallel
     _refuse_if(sequence_parallel and tp == 1, "parallel.sequence_parallel needs parallel.tp of at least 2")
@@ -107,7 +111,6 @@ def _check_row_sharing(config: TrainConfig) -> None:
 
 
 def _check_pipeline_chunks(config: TrainConfig, dp: int) -> None:
-    """Checks the stages and virtual chunks of the pipeline."""
     pp, vpp, layers = config.parallel.pp, config.parallel.vpp, config.parallel.layers
     rows = config.global_batch_size // dp
     _refuse_if(
@@ -123,7 +126,6 @@ def _check_pipeline_chunks(config: TrainConfig, dp: int) -> None:
 
 
 def _check_steps_and_rows(config: TrainConfig) -> None:
-    """Checks the length of the run and of its warm-up, and what its rows are made of."""
     steps, warmup_steps, data = config.steps, config.optimizer.warmup_steps, config.data
     _refuse_if(
         steps and config.epochs, f"steps {steps} and epochs {config.epochs} exclude each other: give one"
@@ -166,7 +168,6 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
 
 
 def _check_model_parts(config: TrainConfig) -> None:
-    """Checks the vision tower, recompute, and the parts that are trained."""
     recompute, model = config.recompute, config.model
     _refuse_if(
         config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none",
@@ -233,7 +234,7 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
     _refuse_if(not config.checkpoint.dir, "profile.steps needs checkpoint.dir, to write the traces to")
 
 
-def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
+def check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
     """Checks that numbers are in the range that their field declares, if it does.
 
     Empty fields and words such as ``auto`` are not checked.
@@ -242,7 +243,7 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
         name, field_metadata = name_prefix + config_field.name, config_field.metadata
         value = getattr(config_section, config_field.name)
         if dataclasses.is_dataclass(value):
-            _check_field_ranges(value, f"{name}.")
+            check_field_ranges(value, f"{name}.")
         elif field_metadata and isinstance(value, int | float):
             if range_text := valid_range(value, field_metadata):
                 raise RunConfigError(f"{name} {value} must be {range_text}")

@@ -66,7 +66,7 @@ class ModelConfig:
 
     def __hash__(self) -> int:
         # What follows from the model is cached, and dicts have no hash of their own.
-        return hash(repr(self))
+        return hash((self.hf, self.checkpoint))
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class LoraConfig:
 
     def __hash__(self) -> int:
         # What follows from the adapters of a run is cached, and lists have no hash of their own.
-        return hash(repr(self))
+        return hash((self.rank, *self.targets))
 
 
 def _split_words(words: list[str] | str) -> list[str]:
@@ -205,7 +205,7 @@ class RecomputeConfig:
 
     def __hash__(self) -> int:
         # FLOPs are cached, and lists have no hash of their own.
-        return hash(repr(self))
+        return hash((self.language, self.vision, *self.keep))
 
     @property
     def selected_modules(self) -> set[str]:

@@ -95,7 +95,6 @@ def parse_or_exit(argv: list[str] | None = None) -> TrainConfig:
 
 
 def _given_values(argv: Sequence[str]) -> Iterator[GivenValue]:
-    """All values of the files and the command line, in order."""
     words = iter(argv)
     for word in words:
         flag, equals_sign, value = word.partition("=")

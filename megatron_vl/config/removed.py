@@ -66,6 +66,7 @@ REMOVED = {
     "data inspect": "`megatron-vl data show --sample KEY` shows one sample",
     "data merge": "`data convert --part I/N` writes data sets; give the folder of all of them as data.path",
     "data stats": "`megatron-vl data show` counts all samples",
+    "data verify": "compare `sha256sum` of the shards with .nv-meta/convert.json of the data set",
     # Fields of a run as other programs call them.
     "batch_size": BATCH,
     "bf16": "dtype is bfloat16 unless it is set",

@@ -137,9 +137,6 @@ class PlannedSteps(IterableDataset[PlannedStep]):
 
     Args:
         expect: announces the samples of a step, by source and index, before they are read.
-
-    Raises:
-        LoaderError: no sample can be used.
     """
 
     def __init__(
@@ -383,7 +380,6 @@ class PlannedRankRows:
 
 
 def _ended_processes(iterator: Any) -> str:
-    """The ids of an iterator's processes that have ended."""
     processes = getattr(iterator, "_workers", [])
     for process in processes:
         process.join(timeout=0.1)  # the kernel may still be about to end it

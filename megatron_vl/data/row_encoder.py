@@ -285,9 +285,6 @@ class RowEncoder:
         """A part of a sample that is cut, with its media; the sample itself if it is whole.
 
         An exchange of a conversation that does not fit into a row comes back ``refused``.
-
-        Raises:
-            IndexError: the sample has no such part.
         """
         if not sample.parts:
             return sample
@@ -383,11 +380,7 @@ def checked_json_bytes(sample: RawSample) -> bytes:
 
 
 def _source_text(record: Any) -> str:
-    """The input file and record that a stored sample was converted from; empty if it does not name them.
-
-    Args:
-        record: the sample's JSON, as bytes or as an object.
-    """
+    """The input file and record that a stored sample was converted from; empty if it does not name them."""
     try:
         source = (json.loads(record) if isinstance(record, bytes) else record)["source"]
         return f"{source['file']} record {source['record']}"

@@ -200,7 +200,6 @@ class RowLoader:
             raise LoaderStateError(f"{damage}; {RESUME_EARLIER_ADVICE}") from error
 
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
-        """Refuses a state that does not belong to this loader."""
         saved_identity = saved_state.get("identity", {})
         versions = (saved_identity.get("version"), self._identity["version"])
         advice = "resume with the program that saved it"
@@ -222,14 +221,7 @@ class RowLoader:
                 )
 
     def _note_blend_change(self, saved_dataset: Any, drawn_keys: Collection[str]) -> None:
-        """Notes what changes in the blend, the only difference with which a run may go on.
-
-        Args:
-            drawn_keys: the keys of all sources from which the run has ever drawn.
-
-        Raises:
-            LoaderStateError: no earlier source is left.
-        """
+        """Notes what changes in the blend, the only difference with which a run may go on."""
         old_sources = read_saved_sources(saved_dataset)
         new_sources = self._planning_context.blend_sources
         if not {one.source_key for one in old_sources} & {one.source_key for one in new_sources}:

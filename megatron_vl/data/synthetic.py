@@ -116,11 +116,7 @@ class SyntheticRows:
         }
 
     def load_state_dict(self, saved_state: dict[str, Any]) -> None:
-        """Continues after the steps of a saved state, on any number of ranks. Call it before the first row.
-
-        Raises:
-            LoaderStateError: the state belongs to other rows, or is damaged.
-        """
+        """Continues after a saved state, on any number of ranks. Call it before the first row."""
         identity = self.state_dict()["identity"]
         if saved_state.get("identity") != identity:
             raise LoaderStateError(

@@ -92,7 +92,7 @@ class ActivationEstimator:
         bytes_per_feature = self.bytes_per_element * self.seq_len
         hidden_bytes = bytes_per_feature * language_spec.hidden_size / self._sequence_parallel_size
         chunk_layers = layout.chunk_layers(pipeline_stage, chunk_index)
-        kinds_of_layers = layer_kinds(self.spec, self.config.lora)[chunk_layers.start : chunk_layers.stop]
+        kinds_of_layers = self._kinds[chunk_layers.start : chunk_layers.stop]
 
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
@@ -167,10 +167,12 @@ class ActivationEstimator:
         )
 
     @functools.cached_property
+    def _kinds(self) -> tuple[LayerKind, ...]:
+        return layer_kinds(self.spec, self.config.lora)
+
+    @functools.cached_property
     def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
-        """Elements of one token in a decoder layer of each kind."""
-        kinds = set(layer_kinds(self.spec, self.config.lora))
-        return {kind: self._decoder_layer_elements(kind) for kind in kinds}
+        return {kind: self._decoder_layer_elements(kind) for kind in set(self._kinds)}
 
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
@@ -191,14 +193,12 @@ class ActivationEstimator:
         return norm_elements + attention_elements + mlp_elements
 
     def _mlp_elements(self, kind: LayerKind) -> float:
-        """Elements of one token that an MLP or the experts keep."""
         if kind.has_experts:
             return self._expert_elements(kind)
         kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.linear_fc2")
         return kept_widths * self.spec.language.ffn_hidden_size / self.layout.tp
 
     def _trains(self, part: str) -> bool:
-        """Whether the own matrices of a part of the model are trained."""
         return trains_own_matrices(self.config.model, self.config.lora, part)
 
     def _keeps_input(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, is_trained: bool) -> bool:
@@ -351,7 +351,6 @@ class ActivationEstimator:
         return set(saved_modules(self.spec, self.config.lora).values())
 
     def _merger_elements(self) -> float:
-        """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
         vision_spec = self.spec.vision
         trains_merger = not self.config.lora.rank or "model.visual.merger" in self._whole_modules
         keeps_norm_input = trains_merger or not self.config.model.freeze_vision
@@ -408,7 +407,6 @@ class ActivationEstimator:
         return kept_bytes, encode_bytes, peak(patches_a_call, self.config)
 
     def _vision_layer_elements(self, kind: BlockKind) -> float:
-        """Elements of one patch in a layer of the tower."""
         vision_spec = self.spec.vision
         # As megatron_vl.models.attention.choose_backend says for GPUs. That module takes seconds to import.
         is_auto = self.config.model.attention == "auto"

@@ -292,12 +292,7 @@ def _count_products(
 
 
 def _trained_before(spec: ModelSpec, lora: LoraConfig, prefix: str, weights: dict[str, int]) -> set[str]:
-    """The matrices of a layer or merger that have before them, within it, a tensor that is trained whole.
-
-    Args:
-        prefix: the beginning of the canonical names of the layer's tensors.
-        weights: by matrix.
-    """
+    """The matrices of a layer or merger that have before them, within it, a tensor that is trained whole."""
     trained_before: set[str] = set()
     saved = saved_modules(spec, lora)
     is_reached = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_vl.config import TrainConfig
@@ -95,25 +95,14 @@ def stage_memories(
     layout: Layout,
     dp: int,
     fullest_row: RowSizes | None = None,
-) -> list[StageMemory]:
-    """The peak memory of each pipeline stage, first stage first.
+) -> Iterator[StageMemory]:
+    """The peak memory of each pipeline stage, first stage first, computed when it is asked for.
 
     Args:
         layout: it need not be the one that ``config`` asks for.
         fullest_row: what the fullest row holds; None: as many patches as a row can hold
             (``data.max_patches``, or a merged feature for every token), and a loss of every token.
     """
-    return [*iterate_stages(config, spec, layout, dp, fullest_row)]
-
-
-def iterate_stages(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    dp: int,
-    fullest_row: RowSizes | None = None,
-) -> Iterator[StageMemory]:
-    """:func:`stage_memories`, each stage when it is asked for."""
     seq_len = config.data.seq_len
     most_patches = seq_len * spec.vision.merge_unit
     patch_count, loss_tokens = min(most_patches, config.data.max_patches or most_patches), seq_len
@@ -126,7 +115,7 @@ def iterate_stages(
         yield _stage_memory(estimator, stage, counts)
 
 
-def peak_stage_gib(stages: Sequence[StageMemory]) -> float:
+def peak_stage_gib(stages: Iterable[StageMemory]) -> float:
     """The estimate for the fullest stage in GiB."""
     return max(stage.total_bytes for stage in stages) / GIB
 

@@ -42,7 +42,7 @@ def largest_offload_fraction(
     config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, host_gib: float
 ) -> float:
     """The largest ``optimizer.offload_fraction`` for which ``host_gib`` GiB for each rank are enough."""
-    stages = stage_memories(with_offload_fraction(config, 1.0), spec, layout, dp)
+    stages = [*stage_memories(with_offload_fraction(config, 1.0), spec, layout, dp)]
     full_offload_gib = max(stage.host_bytes for stage in stages) / GIB
     free_gib = max(0.0, host_gib - max(stage.host_input_bytes for stage in stages) / GIB)
     if full_offload_gib <= free_gib:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
@@ -32,15 +32,18 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
     return sum(element_counts.values()), sum(element_counts[name] for name in trained_names)
 
 
-def stage_parameters(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int
-) -> Iterator[ParameterCounts]:
+def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> list[ParameterCounts]:
     """The parameters of one GPU of each pipeline stage."""
-    ranks = layout.tp * layout.cp * dp, layout.replica_ranks * dp
     is_distributed = config.parallel.distributed_optimizer
-    sections, layer_counts = _counts_by_section(
-        spec, layout.sharding, ranks, is_distributed, config.lora, config.model
-    )
+    return _stage_parameters(spec, layout, dp, is_distributed, config.lora, config.model)
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage_parameters(
+    spec: ModelSpec, layout: Layout, dp: int, is_distributed: bool, lora: LoraConfig, model: ModelConfig
+) -> list[ParameterCounts]:
+    ranks = layout.tp * layout.cp * dp, layout.replica_ranks * dp
+    sections, layer_counts = _counts_by_section(spec, layout.sharding, ranks, is_distributed, lora, model)
     layers_of_stages = zip(*map(layout.stage_sums, layer_counts), strict=True)
     parts = [[ParameterCounts(*counts)] for counts in layers_of_stages]
     for stage_parts in parts if layout.decoupled else parts[:1]:
@@ -49,7 +52,7 @@ def stage_parameters(
     parts[-1].append(sections["head"])
     if layout.pp > 1 and spec.language.tied_embeddings:
         parts[-1].append(sections["tied"])
-    return map(_sum_counts, parts)
+    return [*map(_sum_counts, parts)]
 
 
 def _sum_counts(counts: Iterable[ParameterCounts]) -> ParameterCounts:
@@ -66,11 +69,7 @@ def _counts_by_section(
     model_config: ModelConfig,
 ) -> tuple[dict[str | LayerKind, ParameterCounts], list[tuple[float, ...]]]:
     """The parameters on one GPU: those of each section of the model, and of the decoder layers (a tuple for
-    each number of :class:`ParameterCounts`). Adapters are in the sections of their matrices.
-
-    Args:
-        replica_ranks: (number of ranks of a stage, number of all ranks).
-    """
+    each number of :class:`ParameterCounts`). Adapters are in the sections of their matrices."""
     trained_names = trained_tensors(spec, lora, model_config)
 
     def count(tensor_info: TensorInfo) -> ParameterCounts:
@@ -137,6 +136,7 @@ def offloaded_fraction(config: TrainConfig) -> float:
     return offload_fraction if isinstance(offload_fraction, int | float) else 0.0
 
 
+@functools.cache
 def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
     """Mean number of expert-parallel ranks that hold experts of a token. All experts are equally likely."""
     missed_probability = 1.0

@@ -9,18 +9,20 @@ without.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import ParallelConfig, RecomputeConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.config import ParallelConfig, RecomputeConfig, RunConfigError, TrainConfig
+from megatron_vl.config.checks import check_field_ranges, check_sizes
 from megatron_vl.estimate.gpus import Gpu
 from megatron_vl.estimate.memory_check import with_offload_fraction
 from megatron_vl.estimate.parameters import offloaded_fraction
 from megatron_vl.estimate.rows import assumed_rows, executed_flops
-from megatron_vl.estimate.split import planned_layout
+from megatron_vl.estimate.split import balanced_layout, planned_layout
 from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -60,11 +62,25 @@ class SearchRequest:
         """Whether a run fits both the GPUs and the host memory."""
         return prediction.fits_memory and prediction.host_gib <= self.host_gib
 
-    @property
+    @functools.cached_property
     def offload_shares(self) -> list[float]:
         """The shares of the optimizer's state in host memory to try, the least first."""
         own_share = offloaded_fraction(self.config)
         return sorted({own_share, *(share for share in OFFLOAD_SHARES if share > own_share)})
+
+    @functools.cached_property
+    def recomputes(self) -> tuple[list[RecomputeConfig], list[RecomputeConfig]]:
+        """The recompute settings that a run can have, the one that needs least memory last: with ``etp`` 1,
+        and with more."""
+        can_keep = self.config.fp8.recipe == "none" and self.gpu.has_flash_attention
+        ladders: tuple[list[RecomputeConfig], list[RecomputeConfig]] = [], []
+        for ladder, has_no_experts in zip(ladders, (self.spec.language.moe is None, True), strict=True):
+            for recompute_fields in RECOMPUTE_LADDER:
+                fields: dict[str, Any] = {"offload_inputs": False, "keep": []} | recompute_fields
+                if fields["keep"] and (not can_keep or "experts" in fields["keep"] and has_no_experts):
+                    continue  # it would keep less than this
+                ladder.append(dataclasses.replace(self.config.recompute, **fields))
+        return ladders
 
 
 def search_layouts(request: SearchRequest) -> list[RunPrediction]:
@@ -100,18 +116,19 @@ def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     """The step of all possible sizes and placements, without recomputation and with the least offload."""
     groups, spec, rows = [], request.spec, assumed_rows(request.config, request.spec)
     run = with_offload_fraction(request.config, request.offload_shares[0])
+    run = dataclasses.replace(run, recompute=request.recomputes[0][0])
+    check_field_ranges(run)
+    visions = [dataclasses.replace(run.vision, placement=place) for place in ("first_stage", "decoupled")]
     for parallel in _parallel_configs(request):
-        recompute = next(_recomputes(request, parallel.etp))
-        config = dataclasses.replace(run, parallel=parallel, recompute=recompute)
+        config = dataclasses.replace(run, parallel=parallel)
         try:
-            dp = validate_config(config, request.world_size)
+            dp = check_sizes(config, request.world_size)
             # On one rank, there is nothing to share; FP8 needs the tower on the first stage.
             shares_tower = parallel.replica_ranks > 1 and not config.fp8.vision
-            for placement in ("first_stage", "decoupled") if shares_tower else ("first_stage",):
-                vision = dataclasses.replace(config.vision, placement=placement)
+            for vision in visions if shares_tower else visions[:1]:
                 placed = dataclasses.replace(config, vision=vision)
                 flops = executed_flops(placed, spec, rows)
-                layout = planned_layout(placed, spec, flops)
+                layout = planned_layout(placed, spec)
                 groups.append(RunPrediction(placed, spec, layout, dp, request.gpu, rows, flops))
         except (RunConfigError, LayoutError):
             continue
@@ -123,17 +140,6 @@ def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     return groups
 
 
-def _recomputes(request: SearchRequest, etp: int) -> Iterator[RecomputeConfig]:
-    """The recompute settings that a run can have, the one that needs least memory last."""
-    has_no_experts = request.spec.language.moe is None or etp > 1
-    can_keep = request.config.fp8.recipe == "none" and request.gpu.has_flash_attention
-    for recompute_fields in RECOMPUTE_LADDER:
-        fields: dict[str, Any] = {"offload_inputs": False, "keep": []} | recompute_fields
-        if fields["keep"] and (not can_keep or "experts" in fields["keep"] and has_no_experts):
-            continue  # it would keep less than this
-        yield dataclasses.replace(request.config.recompute, **fields)
-
-
 def _cheapest_fit(
     request: SearchRequest, group: RunPrediction, slowest: RunPrediction | None
 ) -> RunPrediction | None:
@@ -141,35 +147,40 @@ def _cheapest_fit(
     if not _smallest_variant(request, group).first_stages_fit(1):
         return None
     best: RunPrediction | None = None
-    for recompute in _recomputes(request, group.layout.etp):
-        run = _with_recompute(group, recompute)
+    best_key = math.inf, math.inf
+    for recompute in request.recomputes[group.layout.etp > 1]:
+        without = _with_recompute(group, recompute)
         for share in request.offload_shares:  # each makes a step longer
-            run = dataclasses.replace(run, config=with_offload_fraction(run.config, share))
-            is_slower = best is not None and _variant_key(run) >= _variant_key(best)
-            if is_slower or slowest is not None and run.step_seconds > slowest.step_seconds:
+            run = _with_share(without, share)
+            # Of equally fast ones, that with less offload comes first.
+            key = round(run.step_seconds, 4), share
+            if key >= best_key or slowest is not None and run.step_seconds > slowest.step_seconds:
+                break
+            if run is without and not _with_share(run, request.offload_shares[-1]).fits_memory:
                 break
             if request.fits(run):
-                best = run
+                best, best_key = run, key
                 break
     return best
 
 
-def _variant_key(run: RunPrediction) -> tuple[float, float]:
-    """The order of runs with equal sizes: of equally fast ones, that with less offload comes first."""
-    return round(run.step_seconds, 4), offloaded_fraction(run.config)
+def _with_share(run: RunPrediction, offload_share: float) -> RunPrediction:
+    if offload_share == offloaded_fraction(run.config):
+        return run
+    return dataclasses.replace(run, config=with_offload_fraction(run.config, offload_share))
 
 
 def _smallest_variant(request: SearchRequest, group: RunPrediction) -> RunPrediction:
-    """The run with these sizes that needs least memory."""
-    run = _with_recompute(group, [*_recomputes(request, group.layout.etp)][-1])
-    config = with_offload_fraction(run.config, request.offload_shares[-1])
-    return dataclasses.replace(run, config=config)
+    run = _with_recompute(group, request.recomputes[group.layout.etp > 1][-1])
+    return _with_share(run, request.offload_shares[-1])
 
 
 def _with_recompute(group: RunPrediction, recompute: RecomputeConfig) -> RunPrediction:
+    if recompute == group.config.recompute:
+        return group
     config = dataclasses.replace(group.config, recompute=recompute)
     flops = executed_flops(config, group.spec, group.rows)
-    layout = planned_layout(config, group.spec, flops)
+    layout = balanced_layout(group.layout, flops)
     return dataclasses.replace(group, config=config, layout=layout, flops=flops)
 
 
@@ -193,7 +204,6 @@ def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:
 
 
 def _powers_of_two(largest: int) -> list[int]:
-    """The powers of two up to ``largest``."""
     return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
 
 

@@ -27,9 +27,6 @@ def run_layout(
     Args:
         saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has
             the same stages and chunks, and the vision tower the same placement.
-
-    Raises:
-        RunConfigError, LayoutError: the layout is impossible.
     """
     validate_config(config, world_size)
     parallel_config = config.parallel
@@ -59,21 +56,18 @@ def split_source(config: TrainConfig, saved_layout: Layout | None) -> Literal["g
     return "planned"
 
 
-def planned_layout(config: TrainConfig, spec: ModelSpec, flops: RowFlops | None = None) -> Layout:
-    """The layout with the planned split.
-
-    Args:
-        flops: those of the assumed row; None: they are counted here.
-
-    Raises:
-        LayoutError: the sizes are impossible.
-    """
+def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
+    """The layout with the planned split."""
     entry_count = config.parallel.pp * config.parallel.vpp
     unsplit = configured_layout(config, spec, [0] * (entry_count - 1) + [spec.language.num_layers])
-    flops = flops or executed_flops(config, spec, assumed_rows(config, spec))
-    tower_flops = 0.0 if unsplit.decoupled else flops.tower
-    layers = balance_layers(flops.layer_totals, tower_flops, flops.output, unsplit.pp, unsplit.vpp)
-    return dataclasses.replace(unsplit, layers_per_chunk=layers)
+    return balanced_layout(unsplit, executed_flops(config, spec, assumed_rows(config, spec)))
+
+
+def balanced_layout(layout: Layout, flops: RowFlops) -> Layout:
+    """The layout with about equal FLOPs on its stages."""
+    tower_flops = 0.0 if layout.decoupled else flops.tower
+    layers = balance_layers(flops.layer_totals, tower_flops, flops.output, layout.pp, layout.vpp)
+    return dataclasses.replace(layout, layers_per_chunk=layers)
 
 
 @functools.cache

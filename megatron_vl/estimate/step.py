@@ -7,17 +7,17 @@ slowest stage's rows, times 1 + the bubble of the schedule, and the offloaded st
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_vl.config import TrainConfig, validate_config
+from megatron_vl.config import LoraConfig, TrainConfig, validate_config
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops
-from megatron_vl.estimate.gpus import Gpu, find_gpu, reserve_gib
+from megatron_vl.estimate.gpus import Efficiencies, Gpu, find_gpu, reserve_gib
 from megatron_vl.estimate.layer_kinds import LayerKind, layer_kinds
-from megatron_vl.estimate.memory import GIB, StageMemory, iterate_stages, peak_stage_gib
+from megatron_vl.estimate.memory import GIB, StageMemory, peak_stage_gib, stage_memories
 from megatron_vl.estimate.parameters import (
     bytes_per_element,
     mean_ranks_per_token,
@@ -31,6 +31,19 @@ from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.lora import freeze_parts_without_lora
 
 GPUS_PER_NODE = 8
+
+
+@functools.cache
+def _kinds_without_adapters(spec: ModelSpec, lora: LoraConfig) -> list[LayerKind]:
+    return [kind._replace(adapters=()) for kind in layer_kinds(spec, lora)]
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_computation(flops: RowFlops, efficiencies: Efficiencies) -> list[float]:
+    """FLOPs of each decoder layer over the shares of the peak that they reach."""
+    return [
+        layer.dense / efficiencies.decoder + layer.experts / efficiencies.experts for layer in flops.layers
+    ]
 
 
 @dataclass(frozen=True)
@@ -88,13 +101,10 @@ class RunPrediction:
         # All ranks of a stage share a row, but with a tower on every rank each encodes its own images.
         stage_flops = peak_flops * layout.tp * layout.cp
         tower_flops = peak_flops if layout.decoupled else stage_flops
-        layer_seconds, seconds_by_kind = [], {}
-        for kind, layer in zip(layer_kinds(self.spec, self.config.lora), flops.layers, strict=True):
-            kind_without_adapters = kind[:2]  # which no message carries
-            if kind_without_adapters not in seconds_by_kind:
-                seconds_by_kind[kind_without_adapters] = self._message_seconds(kind)
-            compute = layer.dense / efficiencies.decoder + layer.experts / efficiencies.experts
-            layer_seconds.append(compute / stage_flops + seconds_by_kind[kind_without_adapters])
+        kinds = _kinds_without_adapters(self.spec, self.config.lora)  # which no message carries
+        seconds_by_kind = {kind: self._message_seconds(kind) for kind in set(kinds)}
+        layers = zip(_layer_computation(flops, efficiencies), kinds, strict=True)
+        layer_seconds = [compute / stage_flops + seconds_by_kind[kind] for compute, kind in layers]
         output_seconds = flops.output / efficiencies.output / stage_flops
         tower_seconds = flops.tower / efficiencies.tower / tower_flops + self._tower_message_seconds()
         return layer_seconds, output_seconds, tower_seconds
@@ -176,10 +186,7 @@ class RunPrediction:
     @cached_property
     def stages(self) -> list[StageMemory]:
         """The memory of each stage."""
-        return [*self._iterate_stages()]
-
-    def _iterate_stages(self) -> Iterator[StageMemory]:
-        return iterate_stages(self.config, self.spec, self.layout, self.dp)
+        return [*stage_memories(self.config, self.spec, self.layout, self.dp)]
 
     @property
     def world_size(self) -> int:
@@ -203,8 +210,8 @@ class RunPrediction:
     def first_stages_fit(self, stage_count: int | None) -> bool:
         """Whether so many stages (None: all) do. The first that does not ends it."""
         most_gib = self.gpu.memory_gib - reserve_gib(self.gpu.memory_gib)
-        stages = itertools.islice(self._iterate_stages(), stage_count)
-        return all(stage.total_bytes / GIB <= most_gib for stage in stages)
+        stages = stage_memories(self.config, self.spec, self.layout, self.dp)
+        return all(stage.total_bytes / GIB <= most_gib for stage in itertools.islice(stages, stage_count))
 
     @property
     def tokens_per_second(self) -> float:
@@ -243,11 +250,7 @@ def predict_layout(
     gpu: Gpu | None = None,
     rows: RowSizes | None = None,
 ) -> RunPrediction:
-    """Predicts a run under a layout; by default on H200, with the assumed rows.
-
-    Raises:
-        RunConfigError: the run is impossible.
-    """
+    """Predicts a run under a layout; by default on H200, with the assumed rows."""
     dp, rows = validate_config(config, world_size), rows or assumed_rows(config, spec)
     flops = executed_flops(config, spec, rows)
     return RunPrediction(config, spec, layout, dp, gpu or find_gpu(), rows, flops)

@@ -171,7 +171,6 @@ class _ModelBuilder:
         )
 
     def _build_mtp(self, language_model: GPTModel) -> MultiTokenPrediction:
-        """The layer of multi-token prediction, on the last chunk."""
         block_spec = transformer_block_spec(
             self.platform,
             self.core_config,

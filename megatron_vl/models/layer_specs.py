@@ -101,7 +101,6 @@ def _build_mlp(
     recompute: bool,
     **kwargs: Any,
 ) -> FusedMLP:
-    """The function that core calls to build a layer's MLP."""
     kwargs.pop("is_mtp_layer", None)
     return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute_activation=recompute, **kwargs)
 
@@ -265,7 +264,6 @@ def _self_attention_spec(
 def _replace_in_layers(
     layer_specs: list[ModuleSpec], is_chosen: Sequence[bool], **submodules: Any
 ) -> list[ModuleSpec]:
-    """The layers, with other submodules in the chosen ones."""
     return [
         replace(layer, submodules=replace(layer.submodules, **submodules)) if has_others else layer
         for layer, has_others in zip(layer_specs, is_chosen, strict=True)

@@ -93,7 +93,6 @@ class _OrderedGradSync:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Prepares for the next step."""
         self.next_group, self.waiting_starts = 0, dict[int, Callable[[], None]]()
 
     def start_in_order(self, group_number: int, *args: Any, **kwargs: Any) -> None:

@@ -73,7 +73,6 @@ class _FailureWatcher:
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
-        """The ranks that are known to be dead or stopped."""
         return self.first_failure.silent if self.first_failure is not None else ()
 
     def publish_failure(self, store: Any, failure: RunFailure) -> RunFailure:
@@ -348,7 +347,6 @@ def _is_printed_already(failure: RunFailure) -> bool:
 
 
 def _print_main_stack() -> None:
-    """Prints the stack of this rank's main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     print("the stack of the main thread of the rank that hangs:", file=sys.stderr)
     traceback.print_stack(frame)

@@ -143,7 +143,6 @@ class HeartbeatMonitor:
         return heartbeat.rank
 
     def _report(self, diagnosis: RunFailure) -> None:
-        """Reports a diagnosis, unless this rank has ended."""
         if not self.end_event.is_set():
             self.diagnosis = diagnosis
             self.diagnosis_ready.set()

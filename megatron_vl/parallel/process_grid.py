@@ -94,10 +94,6 @@ class ProcessGrid:
         """Whether this rank holds the vision tower."""
         return self.pp_rank == 0
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp - 1
-
 
 _collective_timeout = timedelta(minutes=30)
 

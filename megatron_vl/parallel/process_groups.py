@@ -162,7 +162,6 @@ def broadcast_from_rank_0[T](make_result: Callable[[], T]) -> T:
 
 
 def _sendable_error(error: Exception | None) -> Exception | None:
-    """The error that other ranks raise for an error of rank 0."""
     if error is None:
         return None
     if not is_user_fixable(error):

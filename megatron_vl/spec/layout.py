@@ -75,11 +75,7 @@ class Layout:
         return [sum(chunks[stage :: self.pp]) for stage in range(self.pp)]
 
     def owning_pipeline_rank(self, tensor_info: TensorInfo) -> int:
-        """The pipeline rank that holds a tensor. If all ranks hold it, the one that writes it.
-
-        Raises:
-            LayoutError: the tensor's decoder layer is outside the layout.
-        """
+        """The pipeline rank that holds a tensor. If all ranks hold it, the one that writes it."""
         if tensor_info.model_section in ("vision", "embedding"):
             return 0
         if tensor_info.model_section == "head":
@@ -157,7 +153,6 @@ def configured_layout(config: TrainConfig, spec: ModelSpec, layers: Sequence[int
 
 
 def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:
-    """The number of layers of each entry if they are spread evenly."""
     num_chunks = pp * vpp
     if num_layers < num_chunks:
         raise LayoutError(
@@ -194,11 +189,7 @@ def exchange_ranks(spec: ModelSpec, tp: int, cp: int) -> int:
 
 
 def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
-    """Checks that a model with experts uses sequence parallelism together with tensor parallelism.
-
-    Raises:
-        LayoutError: it does not. The message names the fields.
-    """
+    """Checks that a model with experts uses sequence parallelism together with tensor parallelism."""
     if spec.language.moe and tp > 1 and not sequence_parallel:
         raise LayoutError(
             f"parallel.tp={tp} with experts needs parallel.sequence_parallel: each rank must route its"
@@ -207,12 +198,7 @@ def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_paral
 
 
 def read_layout(spec: ModelSpec, stored_layout: Mapping[str, Any]) -> Layout:
-    """Reads a layout that :meth:`Layout.as_dict` wrote.
-
-    Raises:
-        KeyError: a field is missing.
-        LayoutError: a field is impossible for this model.
-    """
+    """Reads a layout that :meth:`Layout.as_dict` wrote."""
     return make_layout(
         spec,
         **{key: stored_layout[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")},

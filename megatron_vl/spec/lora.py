@@ -172,7 +172,9 @@ def fused_lora(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedLora]:
     if isinstance(lora, MixedLora):
         matrices = lora.matrices
     else:
-        targeted_names = _matching_names("lora.targets", lora.targets, _named_matrices(spec))
+        released = [_released_modules(spec, base) for base in tensor_table(spec).values()]
+        named = [(kind, hf_name) for kind, hf_names in released for hf_name in hf_names]
+        targeted_names = _matching_names("lora.targets", lora.targets, named)
         matrices = dict.fromkeys(targeted_names, (lora.rank, lora.alpha))
     adapters: dict[str, FusedLora] = {}
     for base in tensor_table(spec).values():
@@ -289,9 +291,6 @@ def freeze_parts_without_lora(config: TrainConfig, spec: ModelSpec) -> TrainConf
     """The config of a run with LoRA, with ``model.freeze_*`` set for the parts that have no adapter.
 
     So all that asks which parts are trained finds the right answer. A config without LoRA stays as it is.
-
-    Raises:
-        RunConfigError: a part is frozen and has adapters.
     """
     if not config.lora.rank:
         return config
@@ -388,20 +387,10 @@ def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
     return ("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")
 
 
-def _named_matrices(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Kind and name of each released matrix that can have an adapter, in model order."""
-    released = [_released_modules(spec, base) for base in tensor_table(spec).values()]
-    return [(kind, hf_name) for kind, hf_names in released for hf_name in hf_names]
-
-
 def _matching_names(
     field_name: str, targets: Sequence[str], named_modules: Sequence[tuple[str, str]]
 ) -> set[str]:
-    """Resolves LoRA targets to released matrices.
-
-    Args:
-        named_modules: kind and name of each released matrix.
-    """
+    """Resolves LoRA targets to released matrices, which are given with their kinds."""
     matching_names: set[str] = set()
     for target in targets:
         target_names = {hf_name for kind, hf_name in named_modules if _is_match(target, kind, hf_name)}

@@ -233,7 +233,6 @@ def _mtp_tensors(language_spec: LanguageSpec) -> list[TensorInfo]:
 def _feed_forward_tensors(
     language_spec: LanguageSpec, has_experts: bool, add_tensor: Callable[..., None]
 ) -> None:
-    """Adds the tensors of one layer's MLP or experts."""
     if has_experts:
         _expert_tensors(language_spec, add_tensor)
         return
@@ -244,7 +243,6 @@ def _feed_forward_tensors(
 
 
 def _softmax_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:
-    """Adds the tensors of one layer's softmax attention."""
     hidden_size = language_spec.hidden_size
     num_query_heads = language_spec.num_heads * (2 if language_spec.output_gate else 1)
     qkv_rows = (num_query_heads + 2 * language_spec.num_kv_heads) * language_spec.head_dim
@@ -260,7 +258,6 @@ def _softmax_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable
 
 
 def _expert_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:
-    """Adds the tensors of one layer's mixture of experts."""
     assert language_spec.moe is not None
     hidden_size = language_spec.hidden_size
     num_experts, expert_ffn_size = language_spec.moe.num_experts, language_spec.moe.ffn_hidden_size
@@ -277,7 +274,6 @@ def _expert_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]
 
 
 def _linear_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:
-    """Adds the tensors of one Gated DeltaNet layer, with the names of Megatron-core's module."""
     linear_spec = language_spec.linear_attention
     assert linear_spec is not None
     hidden_size = language_spec.hidden_size
@@ -338,7 +334,7 @@ def model_part(tensor_name: str) -> str:
 def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
     """Raises :class:`LayoutError` unless every dense tensor can be cut into ``tp_size`` parts."""
     language_spec, vision_spec = spec.language, spec.vision
-    has_dense = not all(map(language_spec.has_experts, range(language_spec.num_layers)))
+    has_dense = language_spec.moe is None or bool(language_spec.moe.dense_layers)
     shared_ffn_size = language_spec.moe.shared_ffn_hidden_size if language_spec.moe else 0
     merged_width = vision_spec.merge_unit * vision_spec.hidden_size
     # 0 is divisible by any number.

@@ -77,11 +77,6 @@ def note_rows_read() -> None:
         enter_phase(SHARING_ROWS)
 
 
-def note_step_done() -> None:
-    current_progress.steps_done += 1
-    current_progress.progress_count += 1
-
-
 def set_background_task(task_name: str) -> None:
     """Sets the task of a background thread; an empty name means that it has ended."""
     current_progress.background_task = task_name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import threading
 import time
@@ -18,17 +17,17 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 @contextlib.contextmanager
 def progress(
-    total: int, unit: str, description: str, *, done: int = 0, has_lines: bool = True
+    total: int, unit: str, description: str, *, done: int = 0, line_interval_s: float = 10.0
 ) -> Iterator[Callable[..., None]]:
     """A context with a function ``advance(amount, note="")``, which threads may call at the same time.
 
-    A terminal has one line, which is removed at the end. Elsewhere, a line is printed every 10 seconds.
+    A terminal has one line, which is removed at the end. Elsewhere, a line is printed now and then.
 
     Args:
         total: the whole work; 0: not known.
         unit: "bytes", or what is counted.
         done: how much of it an earlier start has done.
-        has_lines: whether lines are printed where there is no terminal.
+        line_interval_s: least time between two lines where there is no terminal.
     """
     is_terminal = sys.stderr.isatty()
     # Without its own thread: callers fork worker processes.
@@ -53,8 +52,7 @@ def progress(
         nonlocal last_shown
         with lock:
             bar.advance(task.id, amount)
-            wait_s = 0.2 if is_terminal else 10.0 if has_lines else math.inf
-            if time.monotonic() - last_shown < wait_s:
+            if time.monotonic() - last_shown < (0.2 if is_terminal else line_interval_s):
                 return
             last_shown = time.monotonic()
             total_text = f" of {amount_text(total)} ({task.percentage:.0f} %)" if total else ""

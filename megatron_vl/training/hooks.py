@@ -36,12 +36,12 @@ class Hook:
 
 
 class ShowProgress(Hook):
-    """Shows on a terminal how many steps are done and how much time is left; on rank 0."""
+    """Shows how many steps are done and how much time is left, in a log once a minute; on rank 0."""
 
     def begin(self, trainer: Trainer) -> None:
         self.on_end = contextlib.ExitStack()
         bar = progress_bar.progress(
-            trainer.last_step, "steps", "training", done=trainer.step, has_lines=False
+            trainer.last_step, "steps", "training", done=trainer.step, line_interval_s=60.0
         )
         self.advance = self.on_end.enter_context(bar)
 

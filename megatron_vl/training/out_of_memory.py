@@ -56,7 +56,7 @@ def gpu_memory_message(error_text: str, run: ResolvedRun) -> str:
         from megatron.core import parallel_state as mpu
 
         stage = mpu.get_pipeline_model_parallel_rank() if mpu.model_parallel_is_initialized() else 0
-        memory = stage_memories(run.config, run.spec, run.layout, run.dp)[stage]
+        memory = [*stage_memories(run.config, run.spec, run.layout, run.dp)][stage]
         gib_by_part = {part: getattr(memory, part) / GIB for part in GPU_MEMORY_PARTS}
         parts_text = ", ".join(f"{part} {gib:.1f}" for part, gib in gib_by_part.items() if gib >= 0.1)
         total = memory.total_bytes / GIB

@@ -94,11 +94,7 @@ def resolve_run(
 
 
 def _check_fields(config: TrainConfig, world_size: int, spec: ModelSpec | None) -> tuple[int, ModelSpec]:
-    """Makes the cheap checks, so that a mistake in a field is reported within a second.
-
-    Returns:
-        (data-parallel size, model).
-    """
+    """Makes the cheap checks, so that a mistake in a field is reported within a second."""
     check_core_version()
     dp = validate_config(config, world_size)
     check_inputs(config)

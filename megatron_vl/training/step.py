@@ -332,7 +332,7 @@ def reduce_losses(
     # context ranks. All ranks of a replica know the counts of its rows, so only one of them adds them.
     num_sums = 5 if has_mtp else 2
     sums = torch.tensor([0.0] * num_sums + [*local_flags], dtype=torch.float64)
-    has_loss = grid.is_last_stage and grid.tp_rank == 0
+    has_loss = grid.pp_rank == grid.pp - 1 and grid.tp_rank == 0
     if local_source_counts is not None:
         counts = torch.cat(local_source_counts)
         sums = torch.cat((sums, counts if has_loss and not grid.cp_rank else torch.zeros_like(counts)))

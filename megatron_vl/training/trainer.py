@@ -222,8 +222,8 @@ class Trainer:
     def _build_hooks(self) -> None:
         """Opens the run's folder, reads the rows of validation, and lists the hooks in their order."""
         config, grid = self.config, self.grid
-        # Lines that go elsewhere than the bar would break it.
-        if grid.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty():
+        # Lines that reach the terminal through a pipe, as of `tee`, would break its bar.
+        if grid.rank == 0 and (sys.stdout.isatty() or not sys.stderr.isatty()):
             self.hooks.append(ShowProgress())
         self.hooks.append(Profile(config, grid.rank))
         if config.checkpoint.dir:
@@ -324,7 +324,8 @@ class Trainer:
 
             # A step is done whether or not its update was skipped.
             self.step += 1
-            progress.note_step_done()
+            progress.current_progress.steps_done += 1
+            progress.note_progress()
             self.stop_requested = step_result.stop_requested
             self.metrics_log.add_step(step_batch, step_result.source_counts)
             if step_result.skip_reason:
@@ -435,7 +436,6 @@ class Trainer:
             raise TrainingStopped(f"{error}; {last_good_text(Path(run_dir))}")
 
     def _print_summary(self) -> None:
-        """Prints model, layout and notes of the run on rank 0."""
         if self.grid.rank != 0:
             return
         lines = run_summary(self.resolved_run, self.platform, self.optimizer)
@@ -500,9 +500,7 @@ class Trainer:
                 self.checkpoint_saver.close()
 
     def _close_after_failure(self, error: BaseException, trace: TracebackType | None) -> None:
-        """Closes hooks, log, loader and folder.
-
-        The failure is reported to the other ranks first, because closing may take a while. Errors while
+        """The failure is reported to the other ranks first, because closing may take a while. Errors while
         closing are dropped, because they usually have the same cause.
         """
         if isinstance(error, Exception):

@@ -80,7 +80,6 @@ class CanonicalWeights(ABC):
     def _read_shard_region(
         self, tensor_name: str, shard_index: int, sharding: Sharding, region: MatrixRegion
     ) -> Tensor:
-        """A region of one part, as a matrix."""
         return gather_region(
             blocks_of_shard(self.tensor_infos[tensor_name], shard_index, sharding),
             region,

@@ -229,11 +229,7 @@ def _describe_rank(tensor_info: TensorInfo, shard_index: int, sharding: Sharding
 def _check_entries(
     tensor_infos: Mapping[str, TensorInfo], layout: Layout | None, rank_entries: Sequence[dict]
 ) -> dict[str, dict[str, Any]]:
-    """Checks that every part of every tensor is there once, with its shape and type.
-
-    Returns:
-        The manifest's tensor table.
-    """
+    """The manifest's tensor table. Every part of every tensor must be there once, with its shape and type."""
     sharding = layout.sharding if layout else UNSHARDED
     file_by_shard = locate_shards(tensor_infos, layout, rank_entries)
     tensors_by_file = {entry["file"]: entry["tensors"] for entry in rank_entries}

@@ -96,11 +96,6 @@ def find_latest_checkpoint(checkpoint_dir: Path) -> SavedCheckpoint | None:
     return checkpoints[-1] if checkpoints else None
 
 
-def abandoned_dir_path(checkpoint_dir: Path, step: int) -> Path:
-    """The path of the folder into which a roll-back to ``step`` moves what came after it."""
-    return checkpoint_dir / ABANDONED_DIR / f"after_{step_dir_path(checkpoint_dir, step).name}"
-
-
 def unfinished_rollback(checkpoint_dir: Path) -> int | None:
     """The step of a roll-back that was interrupted; None if there is none."""
     for path in (checkpoint_dir / ABANDONED_DIR).glob(f"after_step_*{UNFINISHED_SUFFIX}"):

@@ -82,12 +82,6 @@ def matrix_shape(tensor_shape: Sequence[int]) -> tuple[int, int]:
     return tensor_shape[0], math.prod(tensor_shape[1:])
 
 
-def whole_matrix_region(tensor_shape: Sequence[int]) -> MatrixRegion:
-    """The region of a whole tensor, seen as a matrix."""
-    rows, num_cols = matrix_shape(tensor_shape)
-    return MatrixRegion(0, rows, 0, num_cols)
-
-
 def row_regions(
     tensor_shape: Sequence[int], itemsize: int, *, rows_multiple: int = 1
 ) -> Iterator[MatrixRegion]:
@@ -112,9 +106,6 @@ class TensorReader:
 
     Mapping is several times cheaper than reading into new memory. Used pages are released while reading
     continues, so that a conversion does not appear to use memory for the whole checkpoint.
-
-    Raises:
-        WeightsError: the file is missing or not a complete safetensors file.
     """
 
     def __init__(self, file_path: Path) -> None:

@@ -212,7 +212,6 @@ class WeightReader(CanonicalWeights):
     def _read_shard_region(
         self, tensor_name: str, shard_index: int, sharding: Sharding, region: MatrixRegion
     ) -> Tensor:
-        """A region of one part, as a matrix."""
         # A part that is stored in the same cut needs no other file and no rearrangement.
         tensor_info = self.tensor_infos[tensor_name]
         if tensor_info.num_experts:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.peft_folder import adapter_targets
+from converters.peft_folder import released_matrices, target_settings
 from megatron_vl.spec.families import read_spec
 from toolkit.common.hf_loading import load_hf_model
 
@@ -24,7 +24,7 @@ SAVED: dict[str, Any] = {
 
 def all_targets(hf: Path) -> dict[str, Any]:
     """PEFT's settings for an adapter of every matrix that can have one."""
-    return adapter_targets(read_spec(hf))
+    return target_settings(released_matrices(read_spec(hf)), read_spec(hf))
 
 
 def peft_model(hf: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:

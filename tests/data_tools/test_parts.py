@@ -81,18 +81,14 @@ def test_parts_of_another_conversion_are_refused(tmp_path, inputs):
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_parts_are_converted_and_verified_by_commands(tmp_path, inputs, capsys):
+def test_parts_are_converted_by_commands(tmp_path, inputs, capsys):
     out = tmp_path / "out"
     command = ["data", "convert", "--input", *map(str, inputs), "--media-root", str(tmp_path / "media")]
     command += ["--out", str(out), "--workers", "2", "--max-quarantined", "1"]
     for part in ("0/2", "1/2"):
         assert main([*command, "--part", part]) == 0
     capsys.readouterr()
-    assert main(["data", "verify", str(out)]) == 0
-    assert "shards of" in capsys.readouterr().out
-    (out / "part-00001-of-00002/train-000000.tar").unlink()
-    assert main(["data", "verify", str(out)]) == 1
-    assert "part-00001-of-00002/train-000000.tar cannot be read" in capsys.readouterr().out
+    assert all((out / f"part-0000{part}-of-00002/train-000000.tar").exists() for part in (0, 1))
     for wrong in ("2/2", "1", "a/b", "1/x"):
         assert main([*command, "--part", wrong]) == 2
         assert "must be I/N" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def config_of(options: str) -> TrainConfig:
 def memory_of(name: str, options: str) -> StageMemory:
     """The memory of a run on one GPU."""
     spec = spec_of(name)
-    return stage_memories(config_of(options), spec, make_layout(spec), 1)[0]
+    return next(stage_memories(config_of(options), spec, make_layout(spec), 1))
 
 
 @pytest.mark.parametrize(("family", "world_size", "options"), RUNS, ids=range(len(RUNS)))

@@ -12,7 +12,7 @@ import pytest
 from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory_check import check_host_memory
-from megatron_vl.estimate.search import SearchRequest, _recomputes, search_layouts, smallest_layout
+from megatron_vl.estimate.search import SearchRequest, search_layouts, smallest_layout
 from megatron_vl.estimate.split import with_split
 from megatron_vl.estimate.step import RunPrediction
 from megatron_vl.spec.families import read_spec
@@ -118,7 +118,7 @@ def test_offload_is_found_where_the_host_has_the_memory() -> None:
 )
 def test_search_keeps_only_outputs_that_a_run_can_keep(size, gpu, options, kept) -> None:
     request = request_of(size, 8, 32, *options, gpu=gpu)
-    recomputes = _recomputes(request, etp=1)
+    recomputes = request.recomputes[0]
     assert {kind for recompute in recomputes for kind in recompute.keep} == kept
 
 

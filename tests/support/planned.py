@@ -52,7 +52,7 @@ def estimate_stage_memory(
     """
     layout, seq_len = run_layout(config, spec, world_size), config.data.seq_len
     row = None if patches is None else RowSizes(seq_len, 0, seq_len, patches)
-    return stage_memories(config, spec, layout, validate_config(config, world_size), row)
+    return [*stage_memories(config, spec, layout, validate_config(config, world_size), row)]
 
 
 def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:

@@ -22,7 +22,6 @@ HF = str(ROOT / "tests" / "hf_configs" / "Qwen2-VL-2B-Instruct.json")
 WRONG = [
     "data convert --input nowhere.json --media-root . --out out",
     "data convert --input pyproject.toml --media-root nowhere --out out",
-    "data verify nowhere",
     "data index --data.path nowhere --model.hf .",
     "data show --data.path nowhere --model.hf .",
     "convert --hf nowhere --out out",
@@ -64,7 +63,6 @@ assert "torch" not in sys.modules
 run = ["--model.hf", hf, "--model.checkpoint", "random", "--data.path", "synthetic:images", "--steps", "1"]
 assert main(["train", *run, "--parallel.tp", "3", "--nproc-per-node", "4"]) == 1
 assert "torch" not in sys.modules
-assert main(["data", "verify", "pyproject.toml"]) == 1  # a file where a folder belongs
 wrong = ("doctor --config run.yaml", "verify a b --forse", "train", "train --config pyproject.toml", "convrt")
 for words in wrong:
     assert main(words.split()) == 2, words

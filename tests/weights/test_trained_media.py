@@ -113,6 +113,22 @@ def test_given_template_is_the_only_one_of_the_export(hf: Path, step: Path, tmp_
     assert read_chat_template(tmp_path / "back") == read_chat_template(hf) != template
 
 
+def test_export_compares_a_tokenizer_without_tokenizer_json(hf: Path, step: Path, tmp_path: Path) -> None:
+    """Its vocab.json and merges.txt are read as a start reads them; then two tokens change their ids."""
+    model = json.loads((hf / "tokenizer.json").read_text())["model"]
+    (hf / "tokenizer.json").unlink()
+    (hf / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (hf / "merges.txt").write_text("\n".join(merges) + "\n")
+    digest = ChatEncoder(hf, read_spec(hf)).tokenizer_digest()
+    write_run_json(step, {"fields": RUN_FIELDS | {"tokenizer": digest}})
+    export_weights(step, hf, tmp_path / "out")
+
+    edit(hf / "vocab.json", a=model["vocab"]["b"], b=model["vocab"]["a"])
+    with pytest.raises(WeightsError, match=r"was trained with another tokenizer than that in .*hf, although"):
+        export_weights(step, hf, tmp_path / "other")
+
+
 @pytest.mark.parametrize("damage", ["edited", "cut"])
 def test_damaged_run_json_is_refused(hf: Path, step: Path, tmp_path: Path, damage: str) -> None:
     """Without it, a folder would be exported whose images are resized in another way than in training."""

@@ -17,10 +17,10 @@ from megatron_vl.training.report.sinks import STEP_LOG_FILES
 from megatron_vl.training.state.keep import lock_run_dir, unlock_run_dir
 from megatron_vl.training.state.load import drop_loader_state, has_all_files
 from megatron_vl.weights.run_folder import (
+    ABANDONED_DIR,
     EXPORTS_DIR,
     UNFINISHED_SUFFIX,
     CheckpointError,
-    abandoned_dir_path,
     find_latest_checkpoint,
     saved_checkpoints,
     step_dir_path,
@@ -67,7 +67,7 @@ def roll_back(run_dir: Path, step: int) -> Path | None:
     """
     with _hold_run(run_dir):
         _check_step(run_dir, step)
-        final_dir = abandoned_dir_path(run_dir, step)
+        final_dir = run_dir / ABANDONED_DIR / f"after_{step_dir_path(run_dir, step).name}"
         partial_dir = final_dir.with_name(final_dir.name + UNFINISHED_SUFFIX)
         durable_files.make_dirs(partial_dir)
         for checkpoint in saved_checkpoints(run_dir):
@@ -108,8 +108,6 @@ def _check_step(run_dir: Path, step: int) -> None:
 
 
 def _move_lines(log_path: Path, abandoned_path: Path, step: int) -> None:
-    """Moves the lines of later steps to another file."""
-
     def is_later(line: bytes) -> bool:
         step_match = re.match(rb'\{"step": (\d+)', line)
         return step_match is not None and int(step_match[1]) > step

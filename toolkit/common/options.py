@@ -146,7 +146,6 @@ class _RunField(argparse.Action):
 
 
 def _parser_argument(item: dataclasses.Field, type_hint: Any) -> tuple[str, dict[str, Any]]:
-    """Name and keyword arguments for ``add_argument``."""
     facts = item.metadata
     if type_hint is bool:
         return option_flag(item.name), {"action": "store_true"}

@@ -133,10 +133,6 @@ def write_tiny_checkpoint(
             ``lm_head.weight`` then.
         texts: texts to train the tokenizer on.
         sizes: fields of :class:`TinySizes`.
-
-    Raises:
-        ValueError: the family is unknown.
-        FileExistsError: the folder already holds a checkpoint.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"family {family!r} has no tiny checkpoint; valid: {', '.join(TINY_FAMILIES)}")
@@ -147,7 +143,10 @@ def write_tiny_checkpoint(
     config = write_small_files(checkpoint_dir, family, texts, TinySizes(**sizes), tied=tied, dtype=dtype)
     tensors = random_model(config, seed, dtype).state_dict()
     if family not in NESTED_CONFIG_FAMILIES:  # later families are released with the names in memory
-        tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): tensor
+            for name, tensor in tensors.items()
+        }
     if family == "qwen3_vl_moe":  # released with the inputs first
         stacks = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
         tensors |= {name: stack.transpose(1, 2) for name, stack in stacks.items()}
@@ -327,13 +326,6 @@ def _write_tokenizer(
     }
     for name, content in _fill_resource("tiny/tokenizer.json", values).items():
         _write_json(checkpoint_dir / name, content)
-
-
-def _released_name(tensor_name: str) -> str:
-    """The released name of ``model.visual.*`` or ``model.language_model.*`` of transformers >= 4.52."""
-    if tensor_name.startswith("model.visual."):
-        return tensor_name.removeprefix("model.")
-    return tensor_name.replace("model.language_model.", "model.", 1)
 
 
 def _write_shards(checkpoint_dir: Path, tensors: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""``megatron-vl data``: converts conversation files into data sets, verifies and describes them."""
+"""``megatron-vl data``: converts conversation files into data sets, indexes and describes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_vl.system.errors import UsageError
 from megatron_vl.system.plurals import pluralize
 from toolkit.common.record_options import ignored_keys_text
 
-from .options import DataConvertOptions, DataIndexOptions, DataShowOptions, DataVerifyOptions
+from .options import DataConvertOptions, DataIndexOptions, DataShowOptions
 
 if TYPE_CHECKING:
     from data_tools.convert import DataReport
@@ -96,16 +96,6 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     print("  `megatron-vl data index` checks that a chat template writes the whole text of each sample")
 
 
-def verify(options: DataVerifyOptions) -> int:
-    """Compares every shard of a data set with its size and hash. Returns 1 if one differs."""
-    from data_tools.verify import verify_dataset
-
-    shards, problems = verify_dataset(options.dataset)
-    intact_text = f"{pluralize(shards, 'shard')} of {options.dataset} {'is' if shards == 1 else 'are'} intact"
-    print("\n".join(problems) or intact_text)
-    return 1 if problems else 0
-
-
 def _read_run(run_args: list[str], new_dataset: Path | None = None) -> TrainConfig:
     """The run whose data set is read, or written. Raises UsageError or RunConfigError, before torch is
     imported, if fields are missing or wrong."""
@@ -167,12 +157,15 @@ def _index_tars(options: DataIndexOptions, config: TrainConfig, spec: ModelSpec,
 def show(options: DataShowOptions) -> int:
     """Prints what a data set holds, or one sample, and writes its page."""
     config = _read_run(options.fields)
-    from data_tools.sample_sources import open_encoder
+    from data_tools.sample_sizes import index_datasets
+    from data_tools.sample_sources import list_splits, open_encoder
+    from data_tools.statistics import count_statistics
+    from data_tools.worker_pool import default_workers
     from megatron_vl.spec.families import read_spec
 
     from .page import write_page
     from .sample_view import find_sample, print_sample, view_sample
-    from .statistics import count_splits, dataset_facts, print_facts
+    from .statistics import dataset_facts, print_facts
 
     encoder = open_encoder(config.data, read_spec(config.model.hf), config.model.hf)
     if options.sample is not None:
@@ -185,7 +178,9 @@ def show(options: DataShowOptions) -> int:
             write_page(config, encoder, options.html, {"quarantined": {}}, {}, [sample])
         return 1 if sample.problem else 0
 
-    statistics = count_splits(config, encoder)
+    index_datasets(config.data, encoder.spec, config.model.hf, default_workers())  # what has no sizes yet
+    splits = list_splits(config.data.path)
+    statistics = {split: count_statistics(encoder, config.model.hf, split) for split in splits}
     facts = dataset_facts(config, statistics)
     if options.json:
         print(json.dumps(facts))

@@ -53,17 +53,6 @@ class DataConvertOptions(RecordOptions):
 
 
 @dataclass(kw_only=True)
-class DataVerifyOptions(CommandOptions):
-    """Compare every shard of a data set with the size and SHA-256 recorded by its conversion.
-
-    Exit code 1 if one differs.
-    """
-
-    dataset: Path = option(metavar="DIR", positional=True, must_exist=True)
-    """Folder written by `megatron-vl data convert`."""
-
-
-@dataclass(kw_only=True)
 class DataIndexOptions(CommandOptions):
     """Write the sizes of all samples beside a data set, from which a run plans its batches: tokens of the
     text, and the stored sizes of images and videos. The first start of a run does so too.

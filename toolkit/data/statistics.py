@@ -10,27 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data_tools.sample_sizes import index_datasets
-from data_tools.sample_sources import list_splits
 from data_tools.statistics import (
     SAMPLE_QUANTITIES,
     DatasetStatistics,
-    count_statistics,
     describe_pass,
     describe_values,
 )
-from data_tools.worker_pool import default_workers
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.data.source.location import Location
 from megatron_vl.system.plurals import pluralize
-
-
-def count_splits(config: TrainConfig, encoder: RowEncoder) -> dict[str, DatasetStatistics]:
-    """Counts all samples of each split. Sizes that are missing are written first."""
-    index_datasets(config.data, encoder.spec, config.model.hf, default_workers())
-    splits = list_splits(config.data.path)
-    return {split: count_statistics(encoder, config.model.hf, split) for split in splits}
 
 
 def split_facts(config: TrainConfig, counted: DatasetStatistics) -> dict[str, Any]:

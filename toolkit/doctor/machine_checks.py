@@ -72,7 +72,6 @@ def check_machine(with_nccl: bool = False) -> list[Finding]:
 
 
 def _check_requirements() -> list[Finding]:
-    """Compares installed versions with the requirements of this package."""
     from packaging.requirements import Requirement
 
     try:
@@ -202,7 +201,6 @@ def _check_gpus(gpus: list[GpuInfo]) -> Iterator[Finding]:
 
 
 def _check_environment() -> Finding:
-    """Checks the variables that change how NCCL and the allocator work."""
     variables = {name: value for name, value in os.environ.items() if name.startswith(WATCHED_VARIABLES)}
     variables_text = ", ".join(f"{name}={value}" for name, value in sorted(variables.items())) or "none set"
     slow_switches = [name for name in SLOW_NCCL_SWITCHES if variables.get(name, "0") not in ("0", "")]

@@ -47,7 +47,6 @@ def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
 
 
 def _errors_text(result: dict[str, Any]) -> str:
-    """The largest errors of a layout."""
     if "error" in result:
         return ""
     [step] = result["steps"]

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from converters.convert import convert_adapter, convert_weights
-from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_targets
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, released_matrices, target_settings
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.pixel_settings import PixelNorm
 from megatron_vl.spec.families import ModelSpec, read_spec
@@ -167,7 +167,8 @@ def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapt
     except ImportError as error:
         raise UserError(f"--lora compares with peft ({error}): pip install peft") from error
     if not adapter_dir.exists():
-        lora_config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **adapter_targets(spec))
+        targets = target_settings(released_matrices(spec), spec)
+        lora_config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **targets)
         peft_model = peft.get_peft_model(model, lora_config)
         generator = torch.Generator().manual_seed(0)
         b_scale = RANDOM_B_SCALE / rank**0.5

@@ -120,7 +120,6 @@ def run_options(prediction: RunPrediction, base: TrainConfig | None = None) -> s
 
 
 def _command_line_value(value: Any) -> str:
-    """A value as it is written on a command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value).replace(" ", "").replace("'", "")

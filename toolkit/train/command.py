@@ -53,7 +53,7 @@ def train(options: TrainOptions) -> int:
 
             sys.stdout.flush()
             exit_code = launch.main([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
-            is_done = exit_code == 0 and not launch.was_asked_to_stop()
+            is_done = exit_code == 0 and not launch.received_signals
             if is_done and _is_first_node(options, launch_environment):
                 _answer_samples(run_args, environment)
             return exit_code
@@ -183,7 +183,6 @@ def _read_config(run_args: list[str]) -> TrainConfig:
 def _rendezvous_arguments(
     options: TrainOptions, launch_environment: LaunchEnvironment, nnodes: int
 ) -> list[str]:
-    """The launcher's options that bring the nodes together."""
     if nnodes == 1:
         return ["--standalone"]
     rendezvous_host, given_port = _split_address(options.master_addr or launch_environment.master_addr)

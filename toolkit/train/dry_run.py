@@ -7,7 +7,7 @@ import math
 from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.gpus import find_gpu, known_gpus, local_gpu, query_gpus, reserve_gib
 from megatron_vl.estimate.parameters import count_parameters
-from megatron_vl.estimate.step import RunPrediction, predict_layout
+from megatron_vl.estimate.step import predict_layout
 from megatron_vl.spec.layout import Layout
 from megatron_vl.system import host_memory
 from megatron_vl.system.errors import UserError
@@ -94,18 +94,13 @@ def _print_run(run: ResolvedRun, world_size: int) -> None:
         print(f"fullest rank: {fullest_text}; the estimate is made for GPUs")
     else:
         print(f"fullest GPU: {fullest_text}; a ninth of a GPU, at most 8 GiB, should stay free")
-        _print_fits(prediction)
+        gib_by_gpu = {gpu.label: gpu.memory_gib for gpu in known_gpus().values()}
+        fits = [name for name, gib in gib_by_gpu.items() if prediction.peak_gib + reserve_gib(gib) <= gib]
+        print(f"fits: {', '.join(fits) or 'none of ' + ', '.join(gib_by_gpu)}")
+        if prediction.host_gib:
+            print(f"host memory: {prediction.host_gib:.1f} GiB for each rank of the fullest stage")
         speed = f"{prediction.step_seconds:.2f} s a step, {prediction.tokens_per_second:,.0f} tokens/s"
         gpu = prediction.gpu.name + ("" if prediction.gpu.is_measured else " (not measured)")
         print(f"estimated on {gpu} with image rows: {speed} at {prediction.mfu:.0%} MFU")
     for note in run.run_notes:
         print(note)
-
-
-def _print_fits(prediction: RunPrediction) -> None:
-    """Prints on which kinds of GPU the run fits."""
-    gib_by_gpu = {gpu.label: gpu.memory_gib for gpu in known_gpus().values()}
-    fits = [name for name, gib in gib_by_gpu.items() if prediction.peak_gib + reserve_gib(gib) <= gib]
-    print(f"fits: {', '.join(fits) or 'none of ' + ', '.join(gib_by_gpu)}")
-    if prediction.host_gib:
-        print(f"host memory: {prediction.host_gib:.1f} GiB for each rank of the fullest stage")

@@ -74,11 +74,7 @@ def export(options: ExportOptions) -> int:
 
 
 def _print_report(report: WeightsReport, original: str = "") -> int:
-    """Prints sizes, speed, layout and notes of a conversion. Returns exit code 0.
-
-    Args:
-        original: name of the original folder of an exported model.
-    """
+    """Prints sizes, speed, layout and notes of a conversion. Returns exit code 0."""
     print(
         f"{report.out}: {report.tensors} tensors in {pluralize(report.files, 'file')}, "
         f"{report.bytes / 1e9:.2f} GB, {report.seconds:.1f} s, "

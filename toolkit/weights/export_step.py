@@ -63,11 +63,7 @@ def main(argv: list[str]) -> int:
 
 
 def export_step(export_job: ExportJob) -> None:
-    """Exports one step. A run with LoRA gets PEFT's files, unless its adapters are merged.
-
-    Raises:
-        UserError, OSError: the export failed.
-    """
+    """Exports one step. A run with LoRA gets PEFT's files, unless its adapters are merged."""
     from converters.convert import export_adapter, export_weights
 
     export_dir, checkpoint_dir = Path(export_job.out), Path(export_job.checkpoint)
@@ -108,11 +104,6 @@ def media_note(export_dir: Path, hf_dir: Path) -> str:
         return ""  # without a processor config that can be read, there is nothing to compare
 
 
-def _folder_bytes(folder: Path) -> int:
-    """Size of a checkpoint, which the next one will need too. A large run's has many thousand files."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def _check_free_space(export_job: ExportJob, writes_peft: bool) -> None:
     from converters.fp8 import is_fp8_folder
 
@@ -120,7 +111,10 @@ def _check_free_space(export_job: ExportJob, writes_peft: bool) -> None:
     source_dir = Path(export_job.checkpoint) / "weights" if writes_peft else Path(export_job.hf)
     size = sum(path.stat().st_size for path in source_dir.glob("*.safetensors"))
     size *= 1 if writes_peft or not is_fp8_folder(source_dir) else 2  # it is written in bfloat16
-    next_size = 0 if export_job.is_last else _folder_bytes(Path(export_job.checkpoint))
+    next_size = 0
+    if not export_job.is_last:  # the next checkpoint will be as large; a large run's has many thousand files
+        files = filter(Path.is_file, Path(export_job.checkpoint).rglob("*"))
+        next_size = sum(path.stat().st_size for path in files)
     free_bytes = shutil.disk_usage(Path(export_job.out).parent).free
     if free_bytes < size + next_size:
         raise UserError(

@@ -130,9 +130,6 @@ def _labels_and_mask(
     """Labels int64 [S] and loss mask float32 [S].
 
     A label is the next token of the same sample if it is trained on. The mask holds the weight of its loss.
-
-    Args:
-        last_tokens: the place in the row of the last token of each sample.
     """
     loss_mask = torch.zeros(len(token_ids))
     weights = torch.cat([sample.loss_mask for sample in samples])
@@ -171,11 +168,7 @@ def _pack_vision(media_items: Sequence[MediaItem], token_ids: Tensor, spec: Mode
 
 
 def _item_plane_index(media_item: MediaItem, temporal_patch_size: int, first_plane: int) -> np.ndarray:
-    """int32 [patches, temporal]: the planes of each patch in the row, in merge-unit order.
-
-    Args:
-        first_plane: number of the item's first plane in the row.
-    """
+    """int32 [patches, temporal]: the planes of each patch in the row, in merge-unit order."""
     grid = media_item.grid_thw
     num_frames, planes_per_frame, _ = media_item.planes.shape
     patches_per_frame = grid.h * grid.w

@@ -149,11 +149,7 @@ class BatchPlanner:
         return max(0, self.draw_limit - self.sample_order.total_draws)
 
     def next_batch(self) -> PlannedBatch:
-        """Plans the rows of the next step. At the end of the data, rows may be empty.
-
-        Raises:
-            LoaderError: no sample can be used.
-        """
+        """Plans the rows of the next step. At the end of the data, rows may be empty."""
         unusable = self._draw_samples()
         waiting = self._waiting_samples
         if self.packs_samples:
@@ -239,11 +235,7 @@ class BatchPlanner:
         return np.stack([source_indices, entries, sample_indices, *sizes])
 
     def _parts_of(self, samples: Integers) -> dict[int, list[tuple[int, int]]]:
-        """Tokens and patches of the parts of those samples that have to be cut, by their place in the table.
-
-        Args:
-            samples: int64 [5, n], as :meth:`_with_sizes` returns them.
-        """
+        """Tokens and patches of the parts of samples that have to be cut, by their place in the table."""
         if self.cut_sample is None:
             return {}
         largest_sizes = [[self.seq_len], [self.max_patches or NO_LIMIT]]
@@ -284,9 +276,6 @@ class BatchPlanner:
 
         A new data set begins at its start. If nothing is drawn from a data set any more, its waiting samples
         are set aside. If it comes back, they are the first to be used.
-
-        Raises:
-            LoaderStateError: the state is damaged.
         """
         order = self.sample_order
         try:
@@ -313,11 +302,7 @@ class BatchPlanner:
         self._waiting_samples = samples
 
     def _restore_waiting(self, saved_state: dict[str, Any], set_aside: dict[str, list[int]]) -> Integers:
-        """The data sets and entries that wait, int64 [2, n]. Entries are set aside or come back.
-
-        Args:
-            set_aside: as in the state; changed here.
-        """
+        """The data sets and entries that wait, int64 [2, n]. Entries are set aside or come back."""
         saved_indices, draw_numbers = saved_state["waiting"].astype(np.int64)
         if len(saved_indices) and min(saved_indices.min(), draw_numbers.min()) < 0:
             raise ValueError("a negative number")

@@ -359,10 +359,7 @@ def rank_of_rows(patch_counts: Integers, rank_count: int) -> Integers:
 def _exchange_rows(rows_by_rank: Integers, patch_counts: Integers, round_index: int) -> None:
     """Deals rows of pairs of ranks again if their sums come nearer to each other by that.
 
-    Each pair has a rank of the fuller half and one of the emptier half.
-
-    Args:
-        rows_by_rank: the rows as :func:`rank_of_rows` returns them; changed here.
+    Each pair has a rank of the fuller half and one of the emptier half. ``rows_by_rank`` is changed.
     """
     patches_by_rank = patch_counts[rows_by_rank].sum(axis=1)
     rank_order = stable_argsort(patches_by_rank)

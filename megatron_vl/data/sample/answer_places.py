@@ -83,9 +83,6 @@ def _place_answers(rendered_text: str, texts_between: list[str], pieces: list[st
     Args:
         texts_between: the texts before, between and after answers. The last one is how a turn ends.
         pieces: for each answer, its header, the answer itself and the text after it.
-
-    Raises:
-        ChatError: the pieces do not make up ``rendered_text``.
     """
     turn_ending = texts_between[-1]
     places = []

@@ -49,7 +49,7 @@ from megatron_vl.data.sample.conversation_checks import (
 )
 from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.parts import ExchangeStart
-from megatron_vl.data.sample.thinking import ThinkingRule, has_thinking_switch, template_has_thinking
+from megatron_vl.data.sample.thinking import THINK_CLOSING, ThinkingRule, has_thinking_switch
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, shared_tokenizer
 from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
@@ -115,7 +115,7 @@ class ChatEncoder:
         """Added tokens that take the white space after them, as their ``rstrip`` says."""
         self.given_template = chat_template
         self.chat_template = read_run_template(hf_dir, chat_template)
-        self.template_writes_thinking = template_has_thinking(self.chat_template)
+        self.template_writes_thinking = THINK_CLOSING in self.chat_template
         self.template_arguments = dict(template_arguments or {})
         check_template_arguments(self.chat_template, self.template_arguments, "data.template_arguments")
 
@@ -161,9 +161,6 @@ class ChatEncoder:
             messages, tools: as for :meth:`encode`.
             generation_prompt: whether the header of the assistant's next turn follows.
             template_arguments: the template's arguments that replace those of the run.
-
-        Raises:
-            ChatError: the template refuses the conversation.
         """
         try:
             text = self.tokenizer.apply_chat_template(

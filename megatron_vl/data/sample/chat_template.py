@@ -15,16 +15,6 @@ TOOLS_TEMPLATE = "qwen2_vl_tools"
 TOOLS_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 
 
-def chat_template_path(chat_template: str) -> Path:
-    """The file of a template that comes with this program, by its name, or of any other by its path."""
-    shipped_path = TEMPLATES_DIR / f"{chat_template}.jinja"
-    return (
-        shipped_path
-        if shipped_path.parent == TEMPLATES_DIR and shipped_path.exists()
-        else Path(chat_template)
-    )
-
-
 class ChatTemplateError(ChatError):
     """The checkpoint's chat template leaves out a part of the conversation. Only another template helps."""
 
@@ -52,14 +42,12 @@ def read_run_template(hf_dir: str | Path, chat_template: str) -> str:
 
     Args:
         chat_template: ``data.chat_template``; empty: the template of ``hf_dir``.
-
-    Raises:
-        ChatError: there is no such template, or its file is empty.
-        FileNotFoundError, ConfigError: as :func:`read_chat_template` raises them.
     """
     if not chat_template:
         return read_chat_template(hf_dir)
-    template_path = chat_template_path(chat_template)
+    template_path = TEMPLATES_DIR / f"{chat_template}.jinja"
+    if template_path.parent != TEMPLATES_DIR or not template_path.exists():
+        template_path = Path(chat_template)
     try:
         template = template_path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -90,12 +90,7 @@ def resized_image_size(
 def _limited_size(
     height: int, width: int, factor: int, limits: Mapping[str, Any], area_limits: tuple[float, float]
 ) -> tuple[int, int]:
-    """Height and width in pixels of a medium with limits of its own, after resizing.
-
-    Raises:
-        PixelError: as :func:`resized_image_size`; or the size is above the run's, which ``area_limits`` ends
-            with.
-    """
+    """Height and width in pixels of a medium with limits of its own, after resizing."""
     run_min, run_max = area_limits
     if "resized_height" in limits:
         height, width = limits["resized_height"], limits["resized_width"]
@@ -158,11 +153,7 @@ def _fit_area(
 
 
 def _resized_video_size(frame_count: int, video_info: VideoInfo, settings: PixelSettings) -> tuple[int, int]:
-    """Height and width of a video's frames in pixels after resizing, if ``frame_count`` of them are sampled.
-
-    Raises:
-        PixelError: as :func:`resized_image_size` and :func:`_limited_size`.
-    """
+    """Height and width in pixels of a video's frames after resizing, if so many are sampled."""
     factor = settings.resize_factor
     height, width, limits = video_info.height, video_info.width, video_info.limits
     area_limits = (settings.video_min_pixels, settings.video_max_pixels)
@@ -227,11 +218,7 @@ def video_grid(video_info: VideoInfo, settings: PixelSettings) -> GridTHW:
 
 
 def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
-    """The frames of a video that are sampled: ascending numbers, counted from 0.
-
-    Raises:
-        PixelError: the video is empty.
-    """
+    """The frames of a video that are sampled: ascending numbers, counted from 0."""
     total, group_size = video_info.frame_count, settings.temporal_patch_size
     if total < 1 or video_info.fps <= 0:
         raise PixelError(f"a video of {total} frames at {video_info.fps} frames a second is empty")
@@ -254,11 +241,7 @@ def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
 
 
 def clip_frames(video_info: VideoInfo) -> tuple[int, int]:
-    """The first and the last frame of a video's clip, as ``calculate_video_frame_range`` has them.
-
-    Raises:
-        PixelError: the clip has less than two frames.
-    """
+    """The first and the last frame of a video's clip, as ``calculate_video_frame_range`` has them."""
     limits, fps, last_frame = video_info.limits, video_info.fps, video_info.frame_count - 1
     if limits.keys().isdisjoint(CLIP_LIMITS):
         return 0, last_frame
@@ -274,11 +257,7 @@ def clip_frames(video_info: VideoInfo) -> tuple[int, int]:
 
 
 def _limited_frames(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
-    """The frames of a video with :data:`FRAME_LIMITS` of its own, as ``smart_nframes`` counts them.
-
-    Raises:
-        PixelError: as :func:`clip_frames`; or their number is not possible, or is above the run's.
-    """
+    """The frames of a video with :data:`FRAME_LIMITS` of its own, as ``smart_nframes`` counts them."""
     limits, factor = video_info.limits, settings.temporal_patch_size
     first_frame, last_frame = clip_frames(video_info)
     total = last_frame - first_frame + 1

@@ -54,11 +54,6 @@ class ThinkingRule:
         return 0 if self.earlier_answers == "trained" else None
 
 
-def template_has_thinking(chat_template: str) -> bool:
-    """Whether a chat template has rules for thinking."""
-    return THINK_CLOSING in chat_template
-
-
 def has_thinking_switch(chat_template: str) -> bool:
     """Whether a request may switch thinking on and off."""
     return "enable_thinking" in chat_template

@@ -103,11 +103,7 @@ def upright_frame(frame_pixels: Tensor, video_frame: Any) -> Tensor:
 
 
 def _frame_turn(video_frame: Any) -> tuple[bool, list[int]]:
-    """Whether height and width change places, and which dimensions are mirrored afterwards.
-
-    Raises:
-        PixelError: the display matrix does not consist of quarter turns.
-    """
+    """Whether height and width change places, and which dimensions are mirrored afterwards."""
     matrix_data = video_frame.side_data.get("DISPLAYMATRIX")
     if matrix_data is None:
         return False, []
@@ -125,9 +121,6 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
     """What a player shows of a video file, found by decoding all of it, or the key frames of a long one.
 
     The rate is the header's, or the mean if the frames' times say otherwise.
-
-    Raises:
-        PixelError: there is no video track, its frames differ in size, or frames are missing.
     """
     with open_container() as video_container:
         track = choose_track(video_container)
@@ -176,11 +169,7 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
 
 
 def _decode_track(video_container: Any, track: Any, open_container: Callable[[], Any]) -> _DecodedFrames:
-    """Decodes all frames of a track, or the key frames of a long one whose packets tell the others.
-
-    Raises:
-        PixelError: their sizes differ, or a key frame does not decode.
-    """
+    """Decodes all frames of a track, or the key frames of a long one whose packets tell the others."""
     listed_frames = None
     if track.frames > LONG_VIDEO_FRAMES:
         with open_container() as listed_container:
@@ -328,9 +317,6 @@ def decode_frames_at(
 
     Yields:
         The chosen frames; fewer if the file ends earlier.
-
-    Raises:
-        av.FFmpegError, OSError, ValueError: as PyAV raises them.
     """
     yielded_frames = 0
     previous_numbers = [-1, *frame_numbers[:-1]]

@@ -102,15 +102,11 @@ class BadSampleMeter:
     def bad_count(self) -> int:
         return self.reason_counts.total()
 
-    @property
-    def bad_share(self) -> float:
-        return self.bad_count / max(self.used_count + self.bad_count, MIN_SEEN)
-
     def stop_reason(self) -> str:
         """Why the run must stop; empty while the share is within the limit."""
-        if not self.bad_count or self.bad_share <= self.max_share:
-            return ""
         seen_count = self.used_count + self.bad_count
+        if not self.bad_count or self.bad_count / max(seen_count, MIN_SEEN) <= self.max_share:
+            return ""
         return (
             f"{self.bad_count} of {seen_count} samples could not be used, more than data.max_bad_share"
             f" {self.max_share:g} (of {max(seen_count, MIN_SEEN)}): {self.counts_by_reason()}."

@@ -149,12 +149,7 @@ class MetadatasetDescription:
         return {"mixture": {kind: identities} if kind else identities[0]}
 
     def split_facts(self, split_name: str) -> SplitFacts:
-        """The facts of a split.
-
-        Raises:
-            LoaderError: there is no such split, it is empty in one of the parts, or its weights or
-                repetitions make no blend.
-        """
+        """The facts of a split."""
         dataset_identity = self.split_identity(split_name)
         # This refuses impossible weights.
         read_blend_sources(dataset_identity, description_path=str(self.path))
@@ -274,12 +269,15 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
             f"{metadata_dir / '.info.json'} does not count the samples of {min(uncounted)}; convert the data"
             " again"
         )
+    content_id, id_path = "", metadata_dir / "index.uuid"
+    if location_is_file(id_path) and location_size_bytes(id_path) <= MAX_ID_BYTES:
+        content_id = read_text_file(id_path, errors="replace").strip()
     return DatasetDescription(
         dataset_path,
         kept_shards,
         excluded_names,
         samples_by_shard,
-        _read_content_id(metadata_dir / "index.uuid"),
+        content_id,
     )
 
 
@@ -311,12 +309,6 @@ def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]
         for split_name, patterns in patterns_by_split.items()
     }
     return shards_by_split, expand_shard_names(split_file, split_fields.get("exclude") or [])
-
-
-def _read_content_id(id_path: Location) -> str:
-    if not location_is_file(id_path) or location_size_bytes(id_path) > MAX_ID_BYTES:
-        return ""
-    return read_text_file(id_path, errors="replace").strip()
 
 
 def _read_description_file(file_path: Location) -> dict[str, Any]:

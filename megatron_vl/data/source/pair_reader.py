@@ -134,7 +134,6 @@ def _check_content(info: tarfile.TarInfo, end: int, size_reason: str, max_bytes:
 
 
 def _read_content(tar_file: ITarFile, info: tarfile.TarInfo, max_bytes: int) -> bytes:
-    """The first bytes of a member."""
     tar_file.fileobj.seek(info.offset_data)
     return bytes(tar_file.fileobj.read(min(info.size, max_bytes)))
 

@@ -41,10 +41,6 @@ def combine_hash_key(*key_numbers: int) -> int:
     return key
 
 
-def _key_number(source_key: str) -> int:
-    return int.from_bytes(hashlib.sha256(source_key.encode()).digest()[:8], "little")
-
-
 def permute_positions(
     positions: Integers, range_size: int, permutation_key: int, families: Integers | None = None
 ) -> Integers:
@@ -160,11 +156,7 @@ class BlockOrder:
 
 
 def _find_shards(numbers: Integers, cumulative_counts: Integers) -> tuple[Integers, Integers]:
-    """The shard of each number over all shards, and the number within that shard, int64 [n] each.
-
-    Args:
-        cumulative_counts: int64 [shards], the count of all shards up to each, itself included.
-    """
+    """The shard of each number over all shards, and the number within that shard, int64 [n] each."""
     shards = np.searchsorted(cumulative_counts, numbers, side="right")
     return shards, numbers - np.where(shards > 0, cumulative_counts[shards - 1], 0)
 
@@ -201,7 +193,8 @@ class SampleOrder:
         self.sample_counts, self.seed, self.is_shuffled = list(sample_counts), seed, is_shuffled
         self.source_weights = list(source_weights)
         self.source_keys = list(source_keys or map(str, range(len(sample_counts))))
-        self._source_numbers = [_key_number(key) for key in self.source_keys]
+        digests = (hashlib.sha256(key.encode()).digest() for key in self.source_keys)
+        self._source_numbers = [int.from_bytes(digest[:8], "little") for digest in digests]
         shard_sizes = shard_sizes or [np.array([count], np.int64) for count in sample_counts]
         self._orders = [BlockOrder(sizes, block_size) for sizes in shard_sizes]
         self._pass_bounds = np.cumsum(draws_per_pass or [0])
@@ -239,7 +232,6 @@ class SampleOrder:
         return source_indices, draw_numbers
 
     def _choose_sources(self, draw_positions: Integers) -> Integers:
-        """The data set of each draw."""
         if len(self.sample_counts) == 1:
             return np.zeros(len(draw_positions), np.int64)
         if pass_size := int(self._pass_bounds[-1]):

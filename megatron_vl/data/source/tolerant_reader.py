@@ -131,7 +131,6 @@ class TolerantReader:
             ) from error
 
     def _close_files(self) -> None:
-        """Closes the files that are kept open."""
         self.shard_reader.close()
         offset_readers = self.shard_reader.cached_offset_reader.tar_index_reader_cache
         for entry in offset_readers.values():

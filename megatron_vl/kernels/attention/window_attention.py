@@ -47,7 +47,6 @@ def _load_window(cos, sin, cu_seqlens, HALF: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _load_halves(pointers, tile_mask, HALF: tl.constexpr):
-    """Both halves of vectors, of which ``pointers`` are to the first."""
     first_half = tl.load(pointers, mask=tile_mask, other=0.0)
     second_half = tl.load(pointers + HALF, mask=tile_mask, other=0.0)
     return first_half, second_half

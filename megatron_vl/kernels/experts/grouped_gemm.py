@@ -248,7 +248,6 @@ def plan_tiles(rows_per_expert: Tensor, num_rows: int) -> TilePlan:
 
 
 def _allocate_scratch(size_bytes: int, alignment: int, stream: int | None) -> Tensor:
-    """Allocates the memory for the tensor descriptors that a kernel makes."""
     return torch.empty(size_bytes, dtype=torch.int8, device="cuda")
 
 

@@ -48,7 +48,6 @@ def _block_of_program(WIDTH: tl.constexpr, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _load_weights(weight, channel, channel_mask):
-    """The weights of a token and of the three tokens before it."""
     w0 = tl.load(weight + channel * 4 + 3, mask=channel_mask, other=0.0).to(tl.float32)
     w1 = tl.load(weight + channel * 4 + 2, mask=channel_mask, other=0.0).to(tl.float32)
     w2 = tl.load(weight + channel * 4 + 1, mask=channel_mask, other=0.0).to(tl.float32)

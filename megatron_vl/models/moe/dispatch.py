@@ -214,7 +214,6 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         self._transfers: list[dist.Work] = []
 
     def _take_buffers(self) -> tuple[Tensor, Tensor]:
-        """Returns the buffers and drops them here."""
         buffers = self._row_buffer, self._prob_buffer
         del self._row_buffer, self._prob_buffer
         return buffers

@@ -233,7 +233,7 @@ def read_chat_template(hf_dir: str | Path, *, is_required: bool = True) -> str:
 
 
 def text_digests(hf_path: Path) -> dict[str, str]:
-    """Digests of tokenizer.json and chat template, as a run records them; of what the folder has."""
+    """Digests of tokenizer and chat template, as a run records them; of what the folder has."""
     from tokenizers import Tokenizer
 
     digests = {}
@@ -241,6 +241,11 @@ def text_digests(hf_path: Path) -> dict[str, str]:
         digests["chat template"] = describe_template_digest(compute_template_digest(template))
     if (tokenizer_path := hf_path / "tokenizer.json").is_file():
         digests["tokenizer"] = compute_tokenizer_digest(Tokenizer.from_file(str(tokenizer_path)))
+    elif (hf_path / "vocab.json").is_file():
+        from transformers import AutoTokenizer  # which makes one of vocab.json and merges.txt
+
+        tokenizer = AutoTokenizer.from_pretrained(hf_path, local_files_only=True)
+        digests["tokenizer"] = compute_tokenizer_digest(tokenizer.backend_tokenizer)
     return digests
 
 

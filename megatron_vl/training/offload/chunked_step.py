@@ -94,12 +94,7 @@ class ChunkedStep:
     def _step_optimizer(
         self, param_groups: list[dict[str, Any]], chosen_params: list[list[Tensor]], step_counts: list[int]
     ) -> None:
-        """One step of the optimizer for some tensors of each group.
-
-        Args:
-            chosen_params: the tensors to update, by group.
-            step_counts: Adam's step count of each group before this update.
-        """
+        """One step of the optimizer for some tensors of each group."""
         for group, tensors, step_count in zip(param_groups, chosen_params, step_counts, strict=True):
             group["params"] = tensors
             if self.has_group_counts and tensors:

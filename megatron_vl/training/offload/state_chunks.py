@@ -74,7 +74,8 @@ class ChunkedParameter:
 
         self.wait_for_host_state()
         for piece in self.chunk_slices:
-            state, value = piece.resting_state(), new_value[piece.start : piece.end]
+            chunk, value = piece.state_chunk, new_value[piece.start : piece.end]
+            state = piece.slice_of_state(chunk.state_views(chunk.home_buffer))  # between two updates
             if state_kind == "main":
                 weight = torch.empty(len(value), dtype=torch.bfloat16)
                 low_bits = torch.empty(len(value), dtype=torch.int16)
@@ -127,10 +128,6 @@ class ChunkSlice:
     def slice_of_shard(self, shard_tensor: Tensor) -> Tensor:
         """These elements of a tensor in the shape of the parameter's shard."""
         return shard_tensor.detach().view(-1)[self.start : self.end]
-
-    def resting_state(self) -> AdamStateViews:
-        """The state of these elements in the memory where it lies between two updates."""
-        return self.slice_of_state(self.state_chunk.state_views(self.state_chunk.home_buffer))
 
 
 @dataclass(eq=False)

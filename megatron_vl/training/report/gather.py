@@ -19,17 +19,13 @@ _PART_BYTES = 1 << 20
 class Rank0Gather:
     """Sends messages to rank 0 and its answer to all ranks, in rounds.
 
-    Either every rank takes part in a round, or none does.
+    Either every rank takes part in a round, or none does: all add 1 to ``round_number`` when one begins.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.round_number = 0
         self.answer_key = ""
-
-    def begin_round(self) -> None:
-        """Starts the next round. Call it on all ranks."""
-        self.round_number += 1
 
     def send_message(self, sort_order: int, message: Any) -> None:
         """Leaves ``message`` (JSON) for rank 0. Rank 0 sorts the messages by ``sort_order``."""

@@ -206,7 +206,7 @@ class MetricsLog:
         if not totals.sending_ranks:
             return {}, {}
 
-        self.rank_0_gather.begin_round()
+        self.rank_0_gather.round_number += 1
         if self.step_metrics.sending_ranks:
             max_bytes = MAX_LIST_BYTES // totals.sending_ranks
             dropped, self.unsent_samples = _split_by_size(self.unsent_samples, max_bytes)

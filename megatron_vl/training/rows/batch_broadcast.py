@@ -219,11 +219,7 @@ class BatchBroadcast:
     def _shard_row(
         self, header: RowHeader, tensors: dict[str, Tensor], plane_bounds: list[list[int]]
     ) -> DeviceRow:
-        """This rank's part of a row under context parallelism.
-
-        Args:
-            plane_bounds: result of :func:`frame_plane_bounds` for the row; empty for a row without images.
-        """
+        """This rank's part of a row under context parallelism."""
         assert self.row_sharding is not None
         rank = self.grid.cp_rank
         row = complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)

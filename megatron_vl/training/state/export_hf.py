@@ -128,7 +128,6 @@ class HfExporter:
             return False
 
     def _start_export(self, saved: SavedCheckpoint) -> None:
-        """Starts the program on a checkpoint."""
         job = {
             "checkpoint": str(saved.path),
             "hf": str(self.hf_dir),
