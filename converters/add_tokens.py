@@ -30,7 +30,7 @@ ROWS_MULTIPLE = 128
 def add_tokens(hf: str | Path, token_file: Path, output_dir: Path, *, force: bool = False) -> WeightsReport:
     """Writes a copy of a folder whose tokenizer knows more tokens, with a row for each token.
 
-    A new row is the mean of the rows of the token's pieces, into which the tokenizer splits it without it; in
+    A new row is the mean of the rows of the pieces into which the original tokenizer splits the token; in
     the output layer too, if it is not tied. Tokens that the tokenizer has and the embedding has not get such
     rows too. The number of rows stays if it is enough and a multiple of 8. Otherwise, it becomes the next
     multiple of 128; rows without a token are the mean of all rows with one.

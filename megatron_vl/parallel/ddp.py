@@ -9,6 +9,8 @@
 * Before a module runs, it waits for the gathers of its parameters. The buckets of these gathers are looked up
   once per module, not once per parameter and call. A layer of Qwen3-VL-30B-A3B has 256 or more parameters on
   a GPU, and checking each took a sixth of the host's time in a step.
+
+Reduced gradients stay sums over tokens: :func:`megatron_vl.training.optimizer.clip_and_update` divides them.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MAX_OPEN_FILES = 65_536
 """Enough for a process of the largest runs: one or two connections to each of some ten thousand ranks."""
 STOPPED_EARLY = "a signal stopped the run before its first step; nothing was saved"
 _LEFT = 1 << 24
-"""A count below 0 says that a signal ended the wait: the signal's number times this, less those that came."""
+"""A signal that ends the wait makes the count ``joined - _LEFT * signal number``, which is below 0."""
 
 
 class JoinError(UserError, RuntimeError):

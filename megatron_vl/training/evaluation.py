@@ -32,7 +32,7 @@ from megatron_vl.training.hooks import Hook, Trainer
 from megatron_vl.training.report.sinks import ValidationResult
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.state.validations import read_validations
-from megatron_vl.training.step import MtpCounts, StepResult, reduce_losses, run_schedule
+from megatron_vl.training.step import MtpSums, StepResult, reduce_losses, run_schedule
 
 
 class Evaluate(Hook):
@@ -119,7 +119,7 @@ class Evaluate(Hook):
         chunks = [chunk.module for chunk in ddp_chunks]
         loss_sum, num_tokens = 0.0, 0
         has_mtp = bool(self.config.mtp.loss)
-        mtp = MtpCounts()
+        mtp = MtpSums()
         row_iterator = iter(self.rows) if self.grid.owns_loader else None
         # At most as many rows as in a training step, so that there is enough memory.
         rows_at_once = self.config.global_batch_size // self.grid.dp
@@ -134,7 +134,7 @@ class Evaluate(Hook):
                     reports, self.grid, self.platform.device, has_mtp=has_mtp
                 )
                 if batch_mtp is not None:
-                    mtp = MtpCounts(*map(operator.add, mtp, batch_mtp))
+                    mtp = MtpSums(*map(operator.add, mtp, batch_mtp))
                 loss_sum += batch_loss
                 num_tokens += batch_tokens
         self.platform.synchronize()  # the time includes what still runs on the device

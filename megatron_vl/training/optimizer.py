@@ -165,7 +165,7 @@ def clip_and_update(
     optimizer: ChainedOptimizer,
     loss_tokens: int,
     is_loss_finite: bool,
-    clips_mtp_apart: bool = False,
+    clips_mtp_separately: bool = False,
     before_update: Callable[[], object] = lambda: None,
 ) -> tuple[bool, float]:
     """Divides gradients by the number of loss tokens, clips them, and updates weights. Collective.
@@ -178,7 +178,7 @@ def clip_and_update(
 
     Args:
         is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
-        clips_mtp_apart: whether multi-token prediction is clipped by its own norm, so that the update of the
+        clips_mtp_separately: whether multi-token prediction is clipped by its own norm, so that the update of the
             model is what it is without.
 
     Returns:
@@ -187,10 +187,10 @@ def clip_and_update(
     has_overflow = optimizer.prepare_grads()
     gradient_scale = 1.0 / max(1, loss_tokens)
     norms = [float(optimizer.get_grad_norm() or 0.0) * gradient_scale]
-    if clips_mtp_apart:
+    if clips_mtp_separately:
         norms.append(_mtp_norm(optimizer) * gradient_scale)
     # Alone, the model would skip a step without gradients.
-    is_skipped_alone = clips_mtp_apart and optimizer.trains_model and not norms[0]
+    is_skipped_alone = clips_mtp_separately and optimizer.trains_model and not norms[0]
     grad_norm = 0.0 if is_skipped_alone else math.hypot(*norms)
     if has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
         if state_chunks := chunked_state(optimizer):

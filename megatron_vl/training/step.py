@@ -1,8 +1,10 @@
 """One optimizer step: run the pipeline schedule over the rows, finalise gradients, update weights.
 
 Gradients do not depend on the layout: the loss is a sum over tokens, and gradients are divided once by the
-number of loss tokens of the whole global batch. The division joins the clipping
+number of loss tokens of the whole global batch. The division is folded into the clipping factor
 (:func:`megatron_vl.training.optimizer.clip_and_update`), so gradients in the buffers are sums over tokens.
+Core's own scaling by ranks and micro-batches is off (``calculate_per_token_loss``, set in
+:mod:`megatron_vl.models.transformer_configs`).
 """
 
 from __future__ import annotations
@@ -48,19 +50,19 @@ SKIP_TEXTS = {
 are; data and learning-rate schedules advance."""
 
 
-class MtpCounts(NamedTuple):
+class MtpSums(NamedTuple):
     """Sums over the targets of multi-token prediction, the tokens two ahead that are trained on."""
 
     loss_sum: float = 0.0
     """Weighted, but without the factor ``mtp.loss``."""
     tokens: int = 0
-    first: int = 0
+    top1_hits: int = 0
     """Targets that the layer ranks first."""
 
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers for the log: mean loss, targets, and the share of them that is ranked first."""
-        loss, top1 = (s / self.tokens if self.tokens else math.nan for s in (self.loss_sum, self.first))
+        loss, top1 = (s / self.tokens if self.tokens else math.nan for s in (self.loss_sum, self.top1_hits))
         return {"mtp_loss": loss, "mtp_tokens": self.tokens, "mtp_top1": top1}
 
 
@@ -81,7 +83,7 @@ class StepResult:
     stop_requested: bool = False
     source_counts: SourceCounts | None = None
     """Samples, loss tokens and losses by source; None if the data set is no blend."""
-    mtp: MtpCounts | None = None
+    mtp: MtpSums | None = None
     """Sums of multi-token prediction; None if the run does not train it."""
 
     @property
@@ -117,7 +119,7 @@ def wrap_in_ddp(
         ReplicaDDP(core_config, ddp_config, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(model_chunks)
     ]
-    # Delayed scaling reduces the maxima of all layers over all ranks, so every rank must run all layers in
+    # Delayed scaling reduces the amax of all layers over all ranks, so every rank must run all layers in
     # every row.
     tower_can_be_skipped = not (config.fp8.recipe == "delayed" and config.fp8.vision)
     for chunk in ddp_chunks:
@@ -137,11 +139,11 @@ def wrap_in_ddp(
     if overlap:
         no_sync = [chunk.no_sync for chunk in ddp_chunks]
         core_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-    # Without the number of tokens, core does not divide the sums of the gradients over ranks.
+    # Without the number of tokens, core leaves gradients as sums: `clip_and_update` divides them.
     core_config.finalize_model_grads_func = lambda model, num_tokens, **options: finalize_model_grads(
         model, None, **options
     )
-    core_config.grad_scale_func = None
+    core_config.grad_scale_func = None  # no loss scaling: bf16 has the exponents of float32
     return ddp_chunks
 
 
@@ -149,8 +151,8 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
     """The loss of one row from its per-token losses [1, S], or [3, S] with multi-token prediction.
 
     Returns:
-        (loss sum, number of loss tokens, report). The report has both numbers, float32 [2], those of
-        multi-token prediction apart. For a row of a blend, it also has the loss sum of each segment, float64
+        (loss sum, number of loss tokens, report). The report has both numbers, float32 [2], and those of
+        multi-token prediction under ``mtp``, float32 [3]. For a row of a blend, it also has the loss sum of each segment, float64
         [segments], and the segments' sources.
     """
     token_losses, *mtp_output = token_losses.float()
@@ -176,10 +178,11 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
     return loss_sum, loss_token_count.to(torch.int), row_report
 
 
-def weigh_mtp(rows: list[DeviceRow], factor: float) -> None:
-    """Sets the factor of the sum of multi-token prediction's losses, for gradients divided by loss tokens.
+def set_mtp_weights(rows: list[DeviceRow], factor: float) -> None:
+    """Scales the loss sum of multi-token prediction, so that dividing it by loss tokens gives ``factor`` times
+    the mean over its own targets.
 
-    Its loss is the mean over its own targets. Collective over the data-parallel and context-parallel ranks,
+    Collective over the data-parallel and context-parallel ranks,
     without host synchronisation.
     """
     masks = [(row.loss_mask, row.whole_row.two_ahead[1]) for row in rows if row.whole_row]
@@ -213,7 +216,7 @@ def run_schedule(
     if not forward_only:
         reset_router_counts(model_chunks, rows)
         if mtp_factor := get_attr_wrapped_model(model_chunks[0], "mtp_config").loss:
-            weigh_mtp(rows, mtp_factor)
+            set_mtp_weights(rows, mtp_factor)
 
     # Each chunk reads all rows, at its own time in the schedule.
     row_iterators = [iter(rows) for _ in model_chunks]
@@ -233,7 +236,7 @@ def run_schedule(
         model=model_chunks if len(model_chunks) > 1 else model_chunks[0],
         num_microbatches=len(rows),
         seq_length=seq_len * states_per_message,
-        micro_batch_size=1,
+        micro_batch_size=1,  # a micro-batch is one packed row
         forward_only=forward_only,
     )
 
@@ -286,11 +289,11 @@ def train_step(
     )
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
 
-    # If the gradient is zero, an update would still decay moments and weights.
-    clips_mtp_apart = has_mtp and mtp_config.trains == "head"
+    clips_mtp_separately = has_mtp and mtp_config.trains == "head"
     is_updated, grad_norm = clip_and_update(
-        optimizer, loss_tokens, math.isfinite(mean_loss), clips_mtp_apart, before_update
+        optimizer, loss_tokens, math.isfinite(mean_loss), clips_mtp_separately, before_update
     )
+    # A zero gradient is skipped too: an update would still decay moments and weights.
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
     skip_reason = "" if is_updated else NOT_FINITE
     if is_finite and not (loss_tokens and grad_norm):
@@ -303,8 +306,15 @@ def train_step(
         num_layers = core_config.num_layers + has_mtp
         tokens_per_expert = expert_load(model_chunks, num_layers, num_experts, device)
     return StepResult(
-        *(mean_loss, loss_tokens, grad_norm, skip_reason, tokens_per_expert),
-        *(any_failed, any_stop, source_counts, mtp),
+        mean_loss,
+        loss_tokens,
+        grad_norm,
+        skip_reason,
+        expert_load=tokens_per_expert,
+        any_rank_failed=any_failed,
+        stop_requested=any_stop,
+        source_counts=source_counts,
+        mtp=mtp,
     )
 
 
@@ -315,7 +325,7 @@ def reduce_losses(
     local_flags: tuple[bool, ...] = (),
     local_source_counts: SourceCounts | None = None,
     has_mtp: bool = False,
-) -> tuple[float, int, list[bool], SourceCounts | None, MtpCounts | None]:
+) -> tuple[float, int, list[bool], SourceCounts | None, MtpSums | None]:
     """Adds up the losses of the global batch over all ranks. Collective.
 
     The host reads losses, counts and flags from the device here, all at once.
@@ -328,8 +338,10 @@ def reduce_losses(
         (loss sum, loss tokens, for each flag whether any rank has set it, numbers by source, sums of
         multi-token prediction), equal on every rank.
     """
-    # The losses of a row lie in equal copies on all tensor ranks of the last stage, and in parts on its
-    # context ranks. All ranks of a replica know the counts of its rows, so only one of them adds them.
+    # The losses of a row lie in equal copies on all tensor-parallel ranks of the last stage, and in parts on
+    # its context-parallel ranks. All ranks of a replica know the counts of its rows, so only one of them adds
+    # them. One tensor holds everything: sums of the losses (2, or 5 with multi-token prediction), flags, and
+    # samples, loss tokens and losses of each source.
     num_sums = 5 if has_mtp else 2
     sums = torch.tensor([0.0] * num_sums + [*local_flags], dtype=torch.float64)
     has_loss = grid.pp_rank == grid.pp - 1 and grid.tp_rank == 0
@@ -351,15 +363,14 @@ def reduce_losses(
     loss_sum, loss_tokens, *mtp_sums = sums[:num_sums].tolist()
     flags, counts = sums[num_sums:].tensor_split([len(local_flags)])
     source_counts = SourceCounts(*counts.view(3, -1)) if local_source_counts is not None else None
-    mtp_counts = MtpCounts(mtp_sums[0], int(mtp_sums[1]), int(mtp_sums[2])) if has_mtp else None
+    mtp_counts = MtpSums(mtp_sums[0], int(mtp_sums[1]), int(mtp_sums[2])) if has_mtp else None
     return loss_sum, int(loss_tokens), (flags > 0).tolist(), source_counts, mtp_counts
 
 
 def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> Tensor:
     """Sums the losses of the reports' segments by source, float64 [sources].
 
-    The sum runs over a table of sources and segments, because additions by index have no fixed order on a
-    GPU, so that their bits vary. Segments of other sources are masked, not multiplied by 0, so that a NaN
+    The sum runs over a table of sources and segments, because ``index_add`` is not deterministic on a GPU. Segments of other sources are masked, not multiplied by 0, so that a NaN
     shows only in its own source.
     """
     segment_losses = torch.cat([report["segments"] for report in row_reports])

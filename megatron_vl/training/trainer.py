@@ -53,7 +53,11 @@ from megatron_vl.training.state.load import (
     load_main_weights,
     restore_loader,
 )
-from megatron_vl.training.state.resume import field_change_notes, learning_rate_notes, recorded_fields
+from megatron_vl.training.state.recorded_fields import (
+    field_change_notes,
+    learning_rate_notes,
+    recorded_fields,
+)
 from megatron_vl.training.state.save import CheckpointSaver, CheckpointSnapshot, take_snapshot
 from megatron_vl.training.step import NO_GRADIENT, SKIP_TEXTS, StepResult, train_step, wrap_in_ddp
 from megatron_vl.weights.model_digest import LoraBase
@@ -147,7 +151,7 @@ class Trainer:
 
         Args:
             overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
-            with_optimizer: if false, the model cannot be trained, and its memory has no optimizer state.
+            with_optimizer: if false, there is no ``optimizer``, and the model cannot be trained.
         """
         config, source = self.config, self.resolved_run.source_checkpoint
         is_resumed = source is not None
@@ -227,11 +231,19 @@ class Trainer:
             self.hooks.append(ShowProgress())
         self.hooks.append(Profile(config, grid.rank))
         if config.checkpoint.dir:
-            run_dir, saves = Path(config.checkpoint.dir), config.checkpoint
-            if grid.rank == 0 and saves.export_hf:
-                self.hf_exporter = HfExporter(run_dir, Path(config.model.hf), saves.export_hf, self.last_step)
+            run_dir, checkpoint_config = Path(config.checkpoint.dir), config.checkpoint
+            if grid.rank == 0 and checkpoint_config.export_hf:
+                self.hf_exporter = HfExporter(
+                    run_dir, Path(config.model.hf), checkpoint_config.export_hf, self.last_step
+                )
             self.checkpoint_saver = CheckpointSaver(
-                run_dir, self.spec, self.layout, grid, saves.keep, saves.keep_every, self.hf_exporter
+                run_dir,
+                self.spec,
+                self.layout,
+                grid,
+                checkpoint_config.keep,
+                checkpoint_config.keep_every,
+                self.hf_exporter,
             )
             self.hooks.append(SaveCheckpoints(self.checkpoint_saver, self.hf_exporter))
         if config.eval.interval:
@@ -320,7 +332,8 @@ class Trainer:
             # Forward and backward passes, and the update. The host waits for the device here: the sums of the
             # losses and the norm of the gradients over all ranks decide whether weights are updated.
             step_result = self.train_step(step_batch)
-            step_batch.rows.clear()  # frees their memory before the next rows are loaded
+            # Frees their memory before the next rows are loaded. The log and the hooks need only counts.
+            step_batch.rows.clear()
 
             # A step is done whether or not its update was skipped.
             self.step += 1
@@ -364,7 +377,8 @@ class Trainer:
             has_failed=saver is not None and saver.save_error is not None,
             stop_requested=bool(requested_stop_signal()),
             local_source_counts=local_source_counts,
-            before_update=saver.is_copied.wait if saver is not None else lambda: None,
+            # The update changes what a save in the background may still be copying.
+            before_update=saver.no_copy_running.wait if saver is not None else lambda: None,
         )
 
     def save(self) -> None:
@@ -387,6 +401,7 @@ class Trainer:
             "sources": self.metrics_log.source_meter.state_dict(),
             "bad_samples": bad_sample_counts,
         }
+        # All loaders plan the same steps, so the state of one is that of all.
         loader_state = self.data_loader.state_dict() if self.grid.rank == 0 else None
         return take_snapshot(self, loader_state, metadata, unlogged_counts)
 
@@ -394,7 +409,7 @@ class Trainer:
         """The fields of the run to record. They are complete on ranks that own a loader, as rank 0 does."""
         if self.data_loader is None:
             return recorded_fields(self.config, self.spec, {})
-        # Settings of the model's folder can only differ in a run that restarts its data.
+        # The loader refuses another tokenizer or processor of `model.hf`, unless the data are restarted.
         return {
             **recorded_fields(self.config, self.spec, self.data_loader.row_settings),
             **self.data_loader.model_folder_settings,
@@ -421,7 +436,7 @@ class Trainer:
             list_name = Path(run_dir) / "quarantine.jsonl" if run_dir else "a run with checkpoint.dir"
             raise TrainingStopped(f"{bad_sample_problem}; {list_name} lists them")
 
-        if skip_reason != NO_GRADIENT:  # a few rows without images, which are harmless
+        if skip_reason != NO_GRADIENT:  # harmless: only the tower is trained, and no row had an image
             self.consecutive_skips = [*self.consecutive_skips, skip_reason] if skip_reason else []
         # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the
         # skipped steps of a run that seems to have ended well.

@@ -244,7 +244,7 @@ def launch_all() -> None:
     state = absent(64, 128, 128, dtype=torch.float32, grad=False)
     neighbours: Any = SimpleNamespace(
         route=SimpleNamespace(
-            tokens_before=1, tokens_after=1, is_between=True, last_start=0, first_end=TOKENS
+            tokens_before=1, tokens_after=1, is_spanned=True, last_start=0, first_end=TOKENS
         ),
         halo=lambda x, width: absent(width, x.shape[1], grad=False),
         add_halo_gradients=lambda *_: None,

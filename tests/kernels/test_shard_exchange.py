@@ -37,8 +37,8 @@ def test_route_worked_out_by_hand(cu_seqlens: list, expected: list, between: lis
         around = r.tokens_before, r.ranks_before, r.tokens_after, r.ranks_after
         assert (*around, r.first_end, r.last_start) == numbers
     assert routes[0].any_cut == any(numbers[0] for numbers in expected)
-    assert [rank for rank in ranks if routes[rank].is_between] == between
-    assert routes[0].any_between == bool(between)
+    assert [rank for rank in ranks if routes[rank].is_spanned] == between
+    assert routes[0].any_spanned == bool(between)
 
 
 def check(errors: dict[str, dict[str, float]], output_bound: float, gradient_bound: float) -> None:

@@ -19,7 +19,11 @@ import torch
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
-from megatron_vl.training.state.resume import field_change_notes, learning_rate_notes, recorded_fields
+from megatron_vl.training.state.recorded_fields import (
+    field_change_notes,
+    learning_rate_notes,
+    recorded_fields,
+)
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
 from tests.support.ranks import call

@@ -15,7 +15,7 @@ from ``cu_seqlens[i] // OWN + i`` up to the first tile of the next segment. Each
 and at most one too many, and the host knows the size of the whole grid.
 
 Query, key and value are packed as ``[3 * heads, P, d]`` and read through tensor descriptors (TMA on Hopper).
-The packing kernel also applies RoPE (:func:`tower_attention`) in fp32 and rounds once, as in
+The packing kernel also applies RoPE in fp32 and rounds once, as in
 ``apply_rotary_pos_emb_vision`` of transformers. It puts the two members of each rotated pair next to each
 other. Scores do not depend on the order, and the backward kernels have both members in one thread when they
 rotate the gradients back.

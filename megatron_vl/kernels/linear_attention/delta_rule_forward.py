@@ -176,7 +176,7 @@ def run_forward(
         local_state = torch.zeros_like(final_state)
         if exchange.route.tokens_after:
             columns = value_width
-            if exchange.route.is_between:
+            if exchange.route.is_spanned:
                 transition = log_decay.new_empty(num_value_heads, q.shape[2], q.shape[2], dtype=torch.float32)
                 columns += q.shape[2]
             shard_map_kernel[triton.cdiv(columns, scan_options["COLUMNS"]), num_value_heads](

@@ -230,7 +230,7 @@ class _ShardRule(torch.autograd.Function):
 
         # The matrix of the map is what the shard makes of the unit matrix without values.
         transition = None
-        if exchange.route.is_between:
+        if exchange.route.is_spanned:
             key_dim = key.shape[-1]
             unit_matrix = torch.eye(key_dim, dtype=local_state.dtype, device=local_state.device)
             unit_states = unit_matrix.expand(len(local_state), -1, -1)

@@ -39,7 +39,7 @@ class ShardRoute:
     """Offset within the shard of the first token that belongs to its last sequence."""
     any_cut: bool
     """Whether any sequence of the row crosses an edge. If not, no rank exchanges anything."""
-    any_between: bool
+    any_spanned: bool
     """Whether the row has a shard that one sequence enters and leaves, so that ranks exchange matrices."""
 
     @property
@@ -53,7 +53,7 @@ class ShardRoute:
         return -(-self.tokens_after // self.length)
 
     @property
-    def is_between(self) -> bool:
+    def is_spanned(self) -> bool:
         """Whether one sequence enters and leaves this shard."""
         return self.tokens_before > 0 and self.tokens_after > 0 and self.first_end == self.length
 
@@ -73,9 +73,9 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
     last_sequence = bisect_right(cu_seqlens, shard_end - 1) - 1
 
     # A shard lies within one sequence if no bound is in it, its edges included.
-    any_between = False
+    any_spanned = False
     for other_start in range(0, row_length, length):
-        any_between |= bisect_left(cu_seqlens, other_start) == bisect_right(cu_seqlens, other_start + length)
+        any_spanned |= bisect_left(cu_seqlens, other_start) == bisect_right(cu_seqlens, other_start + length)
 
     return ShardRoute(
         rank=rank,
@@ -85,7 +85,7 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
         first_end=min(cu_seqlens[first_sequence + 1], shard_end) - shard_start,
         last_start=max(cu_seqlens[last_sequence] - shard_start, 0),
         any_cut=not set(range(length, row_length, length)).issubset(cu_seqlens),
-        any_between=any_between,
+        any_spanned=any_spanned,
     )
 
 
@@ -106,7 +106,7 @@ class ShardExchange:
 
         Args:
             local_state: [heads, K, V], the state after the shard if the state before it is zero.
-            transition: [heads, K, K], the shard's matrix, if ``route.is_between``.
+            transition: [heads, K, K], the shard's matrix, if ``route.is_spanned``.
         """
         states, matrices = self._gather_maps(local_state, transition)
         rank = self.route.rank
@@ -145,7 +145,7 @@ class ShardExchange:
 
         A rank without a matrix sends zeros, which no rank reads.
         """
-        if not self.route.any_between:
+        if not self.route.any_spanned:
             return self.gather(local_state).unbind(), ()
         heads, width, columns = local_state.shape
         if transition is None:

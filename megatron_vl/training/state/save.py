@@ -206,11 +206,12 @@ class CheckpointSaver:
         self.hf_exporter = hf_exporter
         self.save_error: str | None = None
         self._writer_thread: threading.Thread | None = None
-        self._host_blocks, self.is_copied = HostBlocks(), threading.Event()
+        self._host_blocks = HostBlocks()
+        self.no_copy_running = threading.Event()
         """Set unless a state is being copied. Wait for it before each update, which changes the state."""
-        self.is_copied.set()
+        self.no_copy_running.set()
         self._lock_file: Any = None
-        self._is_newest_proven = False
+        self._last_step_updated = False
         """Whether the latest step has moved the weights, so that loss and gradients were finite."""
         self._may_have_old = grid.rank == 0
 
@@ -237,7 +238,7 @@ class CheckpointSaver:
         try:
             dist.barrier()  # no rank writes before rank 0 has made the folders
             snapshot = make_snapshot()
-            self.is_copied.clear()
+            self.no_copy_running.clear()
             self._writer_thread = threading.Thread(
                 target=self._write_snapshot, args=(snapshot,), name=f"checkpoint-{step}"
             )
@@ -278,10 +279,9 @@ class CheckpointSaver:
     def note_step(self, is_updated: bool) -> None:
         """Deletes old checkpoints, in the background, once a step has shown that the newest one is good.
 
-        A step on its weights shows it. The update before a save may have spoilt them, which only the next
-        step notices: it is skipped.
+        Only the step after a save shows whether the saved weights can be used: if not, it is skipped.
         """
-        self._is_newest_proven = is_updated
+        self._last_step_updated = is_updated
         if is_updated and self._may_have_old and not self._is_writing():
             self._may_have_old = False
             self._writer_thread = threading.Thread(target=self.delete_old_checkpoints, name="old-checkpoints")
@@ -292,7 +292,7 @@ class CheckpointSaver:
 
         If the latest step was skipped, the newest one may be of no use, and none is deleted.
         """
-        if self.grid.rank or not self._is_newest_proven or not self.num_latest_kept:
+        if self.grid.rank or not self._last_step_updated or not self.num_latest_kept:
             return
         pending_exports = self.hf_exporter.pending_checkpoints() if self.hf_exporter is not None else set()
         try:
@@ -336,7 +336,7 @@ class CheckpointSaver:
             try:
                 snapshot.copies.copy(self._host_blocks)
             finally:
-                self.is_copied.set()
+                self.no_copy_running.set()
             marker = self._write_rank_files(partial_dir, snapshot)
             write_json(partial_dir / "done" / f"rank_{self.grid.rank:05d}.json", marker)
             progress.set_background_task("")

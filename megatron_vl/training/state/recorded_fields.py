@@ -16,9 +16,9 @@ _RECORDED_FIELDS = (
     *("data.path", "lora.adapter", "lora.dropout", "steps"),
     *("global_batch_size", "dtype", "seed"),
 )
+"""Recorded beside the sections. Other fields of ``data`` come from the loader."""
 _NOT_RECORDED = ("model.hf", "model.attention", "optimizer.offload_fraction")
-"""A checkpoint records the fields of these sections, and these fields, but not the last ones. They say where
-something is read or how it is computed, and not what. Other fields of ``data`` come from the loader."""
+"""They say where something is read or how it is computed, not what."""
 
 
 def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str, Any]) -> dict[str, Any]:
