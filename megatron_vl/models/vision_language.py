@@ -202,10 +202,7 @@ class VisionLanguageModel(MegatronModule):
             ]
 
         if self.mtp_config.loss:
-            merged_embeddings = embedding_parts[0]
-            if self.mtp_config.trains == "head":
-                merged_embeddings = merged_embeddings.detach()
-            self.next_embeddings = embeddings_of_next(merged_embeddings, self.language_model)
+            self.next_embeddings = embeddings_of_next(embedding_parts[0], self.language_model)
         if self.config.sequence_parallel:
             embedding_parts = [scatter_to_sequence_parallel_region(part) for part in embedding_parts]
         return torch.cat(embedding_parts) if self.num_deepstack_levels else embedding_parts[0]

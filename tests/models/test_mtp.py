@@ -26,6 +26,7 @@ FACTOR = 0.3
 DENSE, EXPERTS = "qwen3_5", "qwen3_5_moe"
 SP = {"tp": 2, "sequence_parallel": True}
 FULL = {"recompute": {"language": "full", "vision": "full"}}
+SELECTIVE = {"recompute": {"language": "selective", "language_modules": ["core_attn", "mlp"]}}
 
 
 def folder_of(family: str) -> Path:
@@ -63,6 +64,12 @@ def check_layout(case: ParityCase) -> None:
         (DENSE, 2, {"decoupled": True, "overlap": True}, "all"),
         (DENSE, 4, SP | {"cp": 2} | FULL, "all"),
         pytest.param(EXPERTS, 4, {"cp": 2, "pp": 2, "ep": 2}, "all", marks=pytest.mark.full),
+        (DENSE, 2, SP | {"lora": {"rank": 4}}, "head"),
+        pytest.param(DENSE, 2, {"cp": 2, "lora": {"rank": 4}} | FULL, "all", marks=pytest.mark.full),
+        pytest.param(DENSE, 2, {"pp": 2, "vpp": 2, "decoupled": True}, "all", marks=pytest.mark.full),
+        pytest.param(DENSE, 2, {"cp": 2, "decoupled": True} | SELECTIVE, "all", marks=pytest.mark.full),
+        pytest.param(EXPERTS, 2, {"cp": 2, "ep": 2, "overlap": True}, "head", marks=pytest.mark.full),
+        pytest.param(EXPERTS, 4, SP | {"pp": 2, "vpp": 2} | SELECTIVE, "all", marks=pytest.mark.full),
     ],
 )
 def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, Any], trains: str) -> None:

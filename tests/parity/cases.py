@@ -135,8 +135,8 @@ YARN = {
         **{"beta_fast": 1.0, "beta_slow": 0.0125},
     }
 }
-"""Positions of videos and of what follows them are up to 10 times the original length. Of the few frequencies of a small head, the first stays, the next one or
-two are divided in part, and the others by the factor."""
+"""Positions of videos and of what follows them are up to 10 times the original length. Of the few frequencies
+of a small head, the first stays, the next one or two are divided in part, and the others by the factor."""
 
 EDGE_TOKENS = 192
 """Length of rows that ranks share: the edges of their parts are at 96, or at 48, 96 and 144."""

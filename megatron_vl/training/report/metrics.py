@@ -304,7 +304,7 @@ class MetricsLog:
             f"validation loss {result.loss:.6f}",
             f"{result.loss_tokens} tokens",
             f"{result.elapsed_s:.1f} s",
-            mtp_text(result.mtp_metrics),
+            mtp_text(result.more_metrics),
         ]
         log_rank_0(self.grid, wrap_parts(filter(None, parts)))
         for sink in self.sinks:

@@ -41,7 +41,8 @@ class ValidationResult:
     loss_tokens: int
     elapsed_s: float
     rows: str = ""
-    mtp_metrics: dict[str, float] = field(default_factory=dict)
+    more_metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers beside the loss by name, those of multi-token prediction."""
 
 
 class MetricsSink:
@@ -87,7 +88,7 @@ class JsonLinesSink(MetricsSink):
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
         numbers = {"loss": result.loss, "loss_tokens": result.loss_tokens, "seconds": result.elapsed_s}
-        numbers |= result.mtp_metrics
+        numbers |= result.more_metrics
         append_lines(self.run_dir / EVALUATIONS_FILE, [{"step": step, **numbers, "rows": result.rows}])
 
 
@@ -118,7 +119,7 @@ class TensorBoardSink(MetricsSink):
         self.summary_writer.flush()
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
-        for name, value in {"loss": result.loss, **result.mtp_metrics}.items():
+        for name, value in {"loss": result.loss, **result.more_metrics}.items():
             self.summary_writer.add_scalar(f"val/{name}", value, step)
         self.summary_writer.flush()
 
@@ -173,7 +174,7 @@ class WandbSink(MetricsSink):
         self._log_metrics({"step": metrics["step"], **scalar_metrics(metrics)})
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
-        numbers = {f"validation_{name}": value for name, value in result.mtp_metrics.items()}
+        numbers = {f"validation_{name}": value for name, value in result.more_metrics.items()}
         self._log_metrics({"step": step, "validation_loss": result.loss, **numbers})
 
     def close(self, has_failed: bool = False) -> None:
