@@ -137,7 +137,8 @@ class HfCheckpoint(CanonicalWeights):
         stored_names = self.tensor_folder.file_by_tensor
         # Released Qwen3.5 stores the experts of multi-token prediction apart, Qwen3.6 in stacks.
         mtp_expert = f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight"
-        mtp_style: ExpertStyle = "apart" if mtp_expert in map(short_tensor_name, stored_names) else "output_first"
+        has_mtp_expert = mtp_expert in map(short_tensor_name, stored_names)
+        mtp_style: ExpertStyle = "apart" if has_mtp_expert else "output_first"
         style = detect_expert_style(self.spec, self.tensor_folder)
         self.rule_by_name: dict[str, ConversionRule] = {
             rule.name: rule for rule in make_conversion_rules(self.spec, style, mtp_style)

@@ -80,7 +80,6 @@ def test_errors_that_a_user_can_fix(error, fixable, code):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (RunConfigError("data.path is empty"), "data.path is empty\n"),
         (FileNotFoundError("a holds no checkpoint"), "a holds no checkpoint\n"),
         # It may not say who wanted the file.
         (OSError(5, "broken", "a"), "[Errno 5] broken: 'a'\n(MEGATRON_VL_TRACEBACK=1 shows where)\n"),

@@ -2,9 +2,9 @@
 
 In rows with images, most tokens have no loss: placeholders, questions, padding. The output layer is the
 widest of the model, so the logits of these tokens are not computed. The result still has one loss per token
-of the row, which is zero for these tokens; weights of the mask are applied in
-:func:`megatron_vl.training.step.token_loss`. Megatron-core's own output layer and loss are called, through the
-``output_processor`` of GPTModel.
+of the row, which is zero for these tokens; :func:`megatron_vl.training.step.token_loss` applies the weights
+of the mask. Megatron-core's own output layer and loss are called, through the ``output_processor`` of
+GPTModel.
 
 Logits of long rows would take most of the memory: 131,072 tokens of Qwen3.5 have 61 GiB in bfloat16, and the
 loss copies them. So a rank with more loss tokens than :data:`LOSS_CHUNK_TOKENS` computes them in chunks, and

@@ -67,7 +67,7 @@ class VisionLanguageModel(MegatronModule):
 
         self.mtp_config = MtpConfig()
         self.next_embeddings: Tensor | None = None
-        """Embeddings that multi-token prediction needs, between the reading of a row or message and the output."""
+        """Embeddings for multi-token prediction, between the reading of a row or message and the output."""
 
         self.language_model = language_model
         self.model_type = language_model.model_type

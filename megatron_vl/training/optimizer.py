@@ -178,8 +178,8 @@ def clip_and_update(
 
     Args:
         is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
-        clips_mtp_separately: whether multi-token prediction is clipped by its own norm, so that the update of the
-            model is what it is without.
+        clips_mtp_separately: whether multi-token prediction is clipped by its own norm, so that the update of
+            the model is what it is without.
 
     Returns:
         (whether the weights were updated, the global norm of the divided gradients before they are clipped).

@@ -152,8 +152,8 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
 
     Returns:
         (loss sum, number of loss tokens, report). The report has both numbers, float32 [2], and those of
-        multi-token prediction under ``mtp``, float32 [3]. For a row of a blend, it also has the loss sum of each segment, float64
-        [segments], and the segments' sources.
+        multi-token prediction under ``mtp``, float32 [3]. For a row of a blend, it also has the loss sum of
+        each segment, float64 [segments], and the segments' sources.
     """
     token_losses, *mtp_output = token_losses.float()
     weighted_losses = token_losses * row.loss_mask
@@ -179,11 +179,10 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
 
 
 def set_mtp_weights(rows: list[DeviceRow], factor: float) -> None:
-    """Scales the loss sum of multi-token prediction, so that dividing it by loss tokens gives ``factor`` times
-    the mean over its own targets.
+    """Scales the loss sum of multi-token prediction: divided by loss tokens, it is ``factor`` times the mean
+    over its own targets.
 
-    Collective over the data-parallel and context-parallel ranks,
-    without host synchronisation.
+    Collective over the data-parallel and context-parallel ranks, without host synchronisation.
     """
     masks = [(row.loss_mask, row.whole_row.two_ahead[1]) for row in rows if row.whole_row]
     # Before the passes, because the backward pass of the first row needs the counts of all.
@@ -370,8 +369,8 @@ def reduce_losses(
 def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> Tensor:
     """Sums the losses of the reports' segments by source, float64 [sources].
 
-    The sum runs over a table of sources and segments, because ``index_add`` is not deterministic on a GPU. Segments of other sources are masked, not multiplied by 0, so that a NaN
-    shows only in its own source.
+    The sum runs over a table of sources and segments, because ``index_add`` is not deterministic on a GPU.
+    Segments of other sources are masked, not multiplied by 0, so that a NaN shows only in its own source.
     """
     segment_losses = torch.cat([report["segments"] for report in row_reports])
     source = torch.cat([report["sources"] for report in row_reports])

@@ -96,7 +96,7 @@ def test_templates_that_drop_other_texts_are_refused(encoder):
 
 
 def test_ordinary_answers_are_accepted(encoder):
-    for record in ordinary_records(350, seed=len(encoder.chat_template)):  # for each of three templates
+    for record in ordinary_records(150, seed=len(encoder.chat_template)):  # for each of three templates
         trained_text(encoder, record)
 
 

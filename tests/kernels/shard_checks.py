@@ -36,10 +36,6 @@ ROWS: dict[str, list[int]] = {
 """Lengths of the sequences of rows that 2, 4 and 8 ranks can share. 8 shards of long rows have 40 tokens."""
 
 
-def bounds_of(lengths: list[int]) -> list[int]:
-    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
-
-
 def row_inputs(tokens: int, kind: torch.dtype) -> list[Tensor]:
     """qkv [S, C], g, beta [S, Vh] and the convolution's weight [C, 4], which every rank draws alike."""
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +104,7 @@ def errors_of_ranks(kind: str, rows: list[str]) -> dict[str, dict[str, float]]:
     group = start()
     errors = {}
     for name in rows:
-        bounds = bounds_of(ROWS[name])
+        bounds = [0, *torch.tensor(ROWS[name]).cumsum(0).tolist()]
         inputs = row_inputs(bounds[-1], getattr(torch, kind))
         dout = inputs[0][:, : VALUE_HEADS * VALUE_DIM].sin().unflatten(1, (VALUE_HEADS, VALUE_DIM))
         ours = same_bits_twice(*(sharded(inputs, bounds, dout, group) for _ in range(2)))

@@ -116,10 +116,6 @@ SMALL = AttentionTiles(
 """Tiles that the test's segments fill completely, partly and not at all."""
 
 
-def cumulative(lengths: list[int]) -> list[int]:
-    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
-
-
 def attention_error(
     lengths: list[int],
     heads: int,
@@ -132,7 +128,7 @@ def attention_error(
 
     On a GPU in bf16, because the kernels multiply only half precision there.
     """
-    bounds = cumulative(lengths)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     qkv = spread * torch.randn(bounds[-1], heads * 3 * head_dim, device=device)
     qkv = qkv.to(dtype).requires_grad_()

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from megatron_vl.estimate.gpus import GpuInfo, parse_nvidia_smi
+from tests.support import ranks
 from tests.support.ranks import python_path
 from toolkit.doctor.machine_checks import check_all_reduce
 
@@ -48,6 +49,7 @@ def test_gpus_as_nvidia_smi_lists_them():
 
 
 @pytest.mark.ranks
-def test_all_reduce_over_two_processes():
+def test_all_reduce_over_two_processes(monkeypatch):
+    monkeypatch.setattr("toolkit.common.launch.run_group", ranks.run_group)
     finding = check_all_reduce(0)
     assert finding.state == "ok" and "gloo over 2 ranks: correct" in finding.found

@@ -51,7 +51,9 @@ def greedy_answer(reference: DemoReference, record: dict[str, Any], media: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.full), "qwen3_5"]
+)
 def test_generate_equals_transformers_with_its_own_processor(
     family: str, records: Any, tiny_checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

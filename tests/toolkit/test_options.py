@@ -53,7 +53,6 @@ def test_words_become_values_and_fields_of_a_run_are_kept_apart():
 
 SLIPS = {
     # misspelled fields, options and commands
-    "train --optimizer.lrr 3": "--optimizer.lrr is unknown; did you mean --optimizer.lr?",
     "train --seq_len 8": "--seq_len is unknown; did you mean --data.seq_len?",
     "train --nprocs 2 --steps 3": "--nprocs is unknown; did you mean --nproc-per-node?",
     "split --checkpoit a --out b": "--checkpoit is unknown; did you mean --checkpoint or ",

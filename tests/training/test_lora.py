@@ -88,11 +88,6 @@ UNCOMPARED_LOGITS = {"pp", "decoupled", "fp8"}
 """Layouts with these have no logits of a row in one call, or rounded ones."""
 
 
-def lora_of(family: str, hf: Path) -> dict[str, Any]:
-    """The fields of LoRA that a family's layouts train."""
-    return dataclasses.asdict(mixed_lora(read_spec(hf), alpha=32.0, **LAYOUTS[family][0]))
-
-
 @pytest.mark.parametrize("left_out", [COMBINED, pytest.param((), marks=pytest.mark.full)], ids=["", "all"])
 @pytest.mark.parametrize("family", list(LAYOUTS))
 @in_ranks(4)
@@ -102,7 +97,7 @@ def test_lora_trains_alike_in_every_layout(hf, family: str, left_out: tuple, tmp
     Merged weights give the same logits. Each layout then resumes what the one before has saved: factors,
     master weights, moments and step counts, bit for bit.
     """
-    lora = lora_of(family, hf)
+    lora = dataclasses.asdict(mixed_lora(read_spec(hf), alpha=32.0, **LAYOUTS[family][0]))
     first_losses: list[float] = []
     first: dict[str, Tensor] = {}
     layouts = [item for item in LAYOUTS[family][1].items() if item[0] not in left_out]

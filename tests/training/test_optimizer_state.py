@@ -36,13 +36,9 @@ DP = 3
 
 def full(info: TensorInfo, kind: str) -> Tensor:
     """Each element encodes its position and its kind."""
-    return torch.arange(info_size(info), dtype=torch.float32).view(info.shape) + 1000 * (
+    return torch.arange(torch.Size(info.shape).numel(), dtype=torch.float32).view(info.shape) + 1000 * (
         1 + STATE_KINDS.index(kind)
     )
-
-
-def info_size(info: TensorInfo) -> int:
-    return torch.Size(info.shape).numel()
 
 
 def saved(folder: Path, cut: Sharding, *, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, dict[str, Any]]:
