@@ -136,8 +136,8 @@ class HfCheckpoint(CanonicalWeights):
         self.tensor_folder = open_tensor_folder(self.path)
         stored_names = self.tensor_folder.file_by_tensor
         # Released Qwen3.5 stores the experts of multi-token prediction apart, Qwen3.6 in stacks.
-        mtp_expert = f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight"
-        mtp_style = "apart" if mtp_expert in map(short_tensor_name, stored_names) else "output_first"
+        expert = f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight"
+        mtp_style: ExpertStyle = "apart" if expert in map(short_tensor_name, stored_names) else "output_first"
         style = detect_expert_style(self.spec, self.tensor_folder)
         self.rule_by_name: dict[str, ConversionRule] = {
             rule.name: rule for rule in make_conversion_rules(self.spec, style, mtp_style)
