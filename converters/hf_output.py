@@ -81,8 +81,10 @@ def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: 
     The HF tensors of one canonical tensor (q, k, v) then find its bytes in the page cache.
 
     Args:
-        as_fp8: whether decoder matrices are written in FP8; if ``original`` has FP8
-            weights, exactly its FP8 tensors.
+        as_fp8: whether decoder matrices are written in FP8; those that are, if ``original`` has FP8 weights.
+
+    Raises:
+        WeightsError: a matrix cannot be cut into blocks.
     """
     folder = original.tensor_folder
     fp8_folder = folder if isinstance(folder, Fp8Folder) else None

@@ -168,7 +168,12 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
 
 
 def open_lora(path: str | Path, spec: ModelSpec) -> WeightReader | PeftAdapters:
-    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout."""
+    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        WeightsError: it holds no LoRA weights, or a PEFT folder does not fit the model.
+    """
     # PEFT's files have no multi-token prediction.
     return PeftAdapters(path, spec.with_mtp(False)) if is_peft_folder(path) else read_lora(path)
 

@@ -19,7 +19,12 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgp
 
 
 class TensorFolder:
-    """The safetensors files of a HF folder, with the names that the files use. It needs no config."""
+    """The safetensors files of a HF folder, with the names that the files use. It needs no config.
+
+    Raises:
+        FileNotFoundError: the folder has no safetensors weights.
+        WeightsError: index and files disagree; the message names the file or tensor.
+    """
 
     def __init__(self, hf_dir: str | Path) -> None:
         self.path = Path(hf_dir)

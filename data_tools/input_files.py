@@ -120,7 +120,11 @@ KNOWN_FIELDS = {
 
 
 def find_input_files(input_paths: list[Path]) -> list[InputFile]:
-    """The files of all inputs, in order. ``dataset_info.json:a,b`` means two data sets of an index."""
+    """The files of all inputs, in order. ``dataset_info.json:a,b`` means two data sets of an index.
+
+    Raises:
+        ConvertError: an input does not exist, or holds what cannot be read here.
+    """
     input_files: list[InputFile] = []
     for path in input_paths:
         index_name, colon, dataset_names = path.name.partition(":")

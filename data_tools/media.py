@@ -119,6 +119,9 @@ def read_media(reference: Any, roots: MediaRoots) -> bytes:
 
     Args:
         reference: a path inside one of the folders, a base64 ``data:`` URI, base64 alone, or the bytes.
+
+    Raises:
+        RecordError: the medium cannot be read.
     """
     if isinstance(reference, bytes):
         return reference

@@ -106,7 +106,12 @@ class SampleSource:
 
 
 def read_sources(data_path: DataPath | Location, split: str) -> list[SampleSource]:
-    """The data sets that a run reads for a split, with their shares."""
+    """The data sets that a run reads for a split, with their shares.
+
+    Raises:
+        LoaderError: as
+            :func:`~megatron_vl.data.source.dataset_description.read_description`; or the split is empty.
+    """
     description = read_description(data_path)
     sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, description.path.name)
 
@@ -178,7 +183,11 @@ class SampleReader:
 
 
 def open_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEncoder:
-    """The loader's encoder, which does not log unusable samples."""
+    """The loader's encoder, which does not log unusable samples.
+
+    Raises:
+        ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
+    """
     return _QuietEncoder(data_config, spec, hf_dir)
 
 

@@ -262,7 +262,11 @@ class ShardWriter:
 
 
 def index_shard(shard_name: str, shard_number: int, num_samples: int, dataset_dir: Path) -> WrittenShard:
-    """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index."""
+    """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index.
+
+    Raises:
+        ConvertError: Energon does not find all samples.
+    """
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 

@@ -131,6 +131,9 @@ class DatasetStatistics:
 
         A pass draws as many samples as the data set has, by the sources' shares. Packed rows are nearly full,
         so their number is that of its tokens, or patches, divided by those of a row.
+
+        Raises:
+            LoaderError: no sample can be used.
         """
         self.check_usable()
         limits = {"tokens": self.data_config.seq_len, "patches": self.data_config.max_patches or math.inf}
@@ -151,6 +154,10 @@ def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "trai
     Args:
         encoder: the result of :func:`~data_tools.sample_sources.open_encoder`. It has the data set and the
             settings of a run.
+
+    Raises:
+        LoaderError: a data set has no sizes for this tokenizer and chat template; or as
+            :func:`~data_tools.sample_sources.read_sources`.
     """
     data_config = encoder.data_config
     drawn_sources = read_sources(data_config.path, split)

@@ -135,7 +135,11 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
 
 
 def index_tars(index: TarIndex, num_workers: int) -> TarReport:
-    """Writes the data set of the pairs in tars."""
+    """Writes the data set of the pairs in tars.
+
+    Raises:
+        TarIndexError: a tar cannot be read, no pair can be used, or the folder cannot be written.
+    """
     metadata_dir, results_dir = index.out_dir / METADATA_DIR, index.out_dir / RESULTS_DIR
     if (metadata_dir / "dataset.yaml").exists() and not (metadata_dir / TARS_FILE).exists():
         raise TarIndexError(f"--out {index.out_dir} is a data set that was converted; give another folder")

@@ -61,7 +61,11 @@ def commands_of(group: str) -> list[str]:
 
 
 def find_command(argv: list[str]) -> tuple[str, list[str]]:
-    """Splits ``argv`` into the command's name and the words after it."""
+    """Splits ``argv`` into the command's name and the words after it.
+
+    Raises:
+        UsageError: the command is unknown. The message lists similar names.
+    """
     for length in (2, 1):
         name = " ".join(argv[:length])
         if name in COMMANDS:

@@ -43,6 +43,9 @@ def read_frame_rate(json_object: dict[str, Any], key_prefix: str) -> tuple[str, 
 
     Args:
         key_prefix: prefix of the key in messages.
+
+    Raises:
+        RecordError: the value is not a frame rate.
     """
     rate_key = next((name for name in FRAME_RATE_KEYS if json_object.get(name) not in (None, "")), None)
     if rate_key is None:

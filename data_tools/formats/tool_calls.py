@@ -28,6 +28,9 @@ def read_tools(record: dict[str, Any]) -> list[dict[str, Any]]:
     """The record's functions, each as ``{"type": "function", "function": {...}}``.
 
     They may be a list or a JSON text of one, and each may be the function alone.
+
+    Raises:
+        RecordError: they are something else.
     """
     present_fields = [key for key in ("tools", "functions") if record.get(key) not in NO_CALLS]
     if not present_fields:
@@ -116,6 +119,9 @@ def read_tool_call(call: Any, field_path: str) -> dict[str, Any]:
     """Reads a call: ``{"function": {"name", "arguments"}}`` or ``{"name", "arguments"}``.
 
     The arguments are an object, or the JSON text of one.
+
+    Raises:
+        RecordError: it is something else.
     """
     call = parse_json_text(call, field_path, "bad tool call")
     function = call.get("function", call) if isinstance(call, dict) else None

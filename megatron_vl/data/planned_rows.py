@@ -137,6 +137,9 @@ class PlannedSteps(IterableDataset[PlannedStep]):
 
     Args:
         expect: announces the samples of a step, by source and index, before they are read.
+
+    Raises:
+        LoaderError: no sample can be used.
     """
 
     def __init__(

@@ -285,6 +285,9 @@ class RowEncoder:
         """A part of a sample that is cut, with its media; the sample itself if it is whole.
 
         An exchange of a conversation that does not fit into a row comes back ``refused``.
+
+        Raises:
+            IndexError: the sample has no such part.
         """
         if not sample.parts:
             return sample

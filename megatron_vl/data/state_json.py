@@ -18,7 +18,11 @@ class LoaderStateError(UserError, ValueError):
 
 
 def state_to_json(state_value: Any) -> Any:
-    """Converts a state to JSON values, from which :func:`state_from_json` makes an equal object."""
+    """Converts a state to JSON values, from which :func:`state_from_json` makes an equal object.
+
+    Raises:
+        LoaderStateError: the state has a value of a type that no state has.
+    """
     if state_value is None or isinstance(state_value, (bool, int, float, str)):
         return state_value
     if isinstance(state_value, np.ndarray):

@@ -116,7 +116,11 @@ class SyntheticRows:
         }
 
     def load_state_dict(self, saved_state: dict[str, Any]) -> None:
-        """Continues after a saved state, on any number of ranks. Call it before the first row."""
+        """Continues after the steps of a saved state, on any number of ranks. Call it before the first row.
+
+        Raises:
+            LoaderStateError: the state belongs to other rows, or is damaged.
+        """
         identity = self.state_dict()["identity"]
         if saved_state.get("identity") != identity:
             raise LoaderStateError(

@@ -80,7 +80,11 @@ def known_gpus() -> dict[str, Gpu]:
 
 
 def find_gpu(device_name: str = "H200") -> Gpu:
-    """The GPU of a name such as ``h200`` or ``NVIDIA H200``."""
+    """The GPU of a name such as ``h200`` or ``NVIDIA H200``.
+
+    Raises:
+        UserError: it is unknown. The message names those that are known.
+    """
     # H800 and A800 differ from these in their links alone.
     kind = device_name.upper().replace("H800", "H100").replace("A800", "A100")
     for name, gpu in known_gpus().items():

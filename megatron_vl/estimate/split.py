@@ -27,6 +27,9 @@ def run_layout(
     Args:
         saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has
             the same stages and chunks, and the vision tower the same placement.
+
+    Raises:
+        RunConfigError, LayoutError: the layout is impossible.
     """
     validate_config(config, world_size)
     parallel_config = config.parallel
@@ -57,7 +60,14 @@ def split_source(config: TrainConfig, saved_layout: Layout | None) -> Literal["g
 
 
 def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
-    """The layout with the planned split."""
+    """The layout with the planned split.
+
+    Args:
+        flops: those of the assumed row; None: they are counted here.
+
+    Raises:
+        LayoutError: the sizes are impossible.
+    """
     entry_count = config.parallel.pp * config.parallel.vpp
     unsplit = configured_layout(config, spec, [0] * (entry_count - 1) + [spec.language.num_layers])
     return balanced_layout(unsplit, executed_flops(config, spec, assumed_rows(config, spec)))

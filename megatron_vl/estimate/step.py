@@ -250,7 +250,11 @@ def predict_layout(
     gpu: Gpu | None = None,
     rows: RowSizes | None = None,
 ) -> RunPrediction:
-    """Predicts a run under a layout; by default on H200, with the assumed rows."""
+    """Predicts a run under a layout; by default on H200, with the assumed rows.
+
+    Raises:
+        RunConfigError: the run is impossible.
+    """
     dp, rows = validate_config(config, world_size), rows or assumed_rows(config, spec)
     flops = executed_flops(config, spec, rows)
     return RunPrediction(config, spec, layout, dp, gpu or find_gpu(), rows, flops)

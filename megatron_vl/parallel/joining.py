@@ -56,7 +56,11 @@ class JoinWait:
         self.next_note_s, self.pause_s = NOTE_AFTER_S, 0.01
 
     def pause(self, describe_missing: Callable[[], str], is_reporter: bool = True) -> None:
-        """Sleeps for up to a second."""
+        """Sleeps for up to a second.
+
+        Raises:
+            JoinError: the time is over.
+        """
         waited_s = time.monotonic() - self.start_time
         if waited_s > self.limit_s:
             limit_text = f"To wait longer than {self.limit_s:.0f} s, raise failures.timeout_s"

@@ -75,7 +75,11 @@ class Layout:
         return [sum(chunks[stage :: self.pp]) for stage in range(self.pp)]
 
     def owning_pipeline_rank(self, tensor_info: TensorInfo) -> int:
-        """The pipeline rank that holds a tensor. If all ranks hold it, the one that writes it."""
+        """The pipeline rank that holds a tensor. If all ranks hold it, the one that writes it.
+
+        Raises:
+            LayoutError: the tensor's decoder layer is outside the layout.
+        """
         if tensor_info.model_section in ("vision", "embedding"):
             return 0
         if tensor_info.model_section == "head":
@@ -189,7 +193,11 @@ def exchange_ranks(spec: ModelSpec, tp: int, cp: int) -> int:
 
 
 def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
-    """Checks that a model with experts uses sequence parallelism together with tensor parallelism."""
+    """Checks that a model with experts uses sequence parallelism together with tensor parallelism.
+
+    Raises:
+        LayoutError: it does not. The message names the fields.
+    """
     if spec.language.moe and tp > 1 and not sequence_parallel:
         raise LayoutError(
             f"parallel.tp={tp} with experts needs parallel.sequence_parallel: each rank must route its"
@@ -198,7 +206,12 @@ def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_paral
 
 
 def read_layout(spec: ModelSpec, stored_layout: Mapping[str, Any]) -> Layout:
-    """Reads a layout that :meth:`Layout.as_dict` wrote."""
+    """Reads a layout that :meth:`Layout.as_dict` wrote.
+
+    Raises:
+        KeyError: a field is missing.
+        LayoutError: a field is impossible for this model.
+    """
     return make_layout(
         spec,
         **{key: stored_layout[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")},

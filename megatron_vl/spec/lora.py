@@ -291,6 +291,9 @@ def freeze_parts_without_lora(config: TrainConfig, spec: ModelSpec) -> TrainConf
     """The config of a run with LoRA, with ``model.freeze_*`` set for the parts that have no adapter.
 
     So all that asks which parts are trained finds the right answer. A config without LoRA stays as it is.
+
+    Raises:
+        RunConfigError: a part is frozen and has adapters.
     """
     if not config.lora.rank:
         return config

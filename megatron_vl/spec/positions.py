@@ -113,6 +113,9 @@ def mrope_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: Mod
     Args:
         token_ids: int64 [S], with expanded placeholders.
         media_grids: the media of the sample in the order of the text.
+
+    Raises:
+        PositionError: the placeholders do not match the grids.
     """
     run_grids = placeholder_runs(media_grids, spec)
     run_starts = placeholder_positions(token_ids, run_grids, spec)

@@ -48,6 +48,10 @@ def count_steps(resolved_run: ResolvedRun) -> int:
     """Number of steps of ``config.epochs`` passes over the data, and of those done before.
 
     A resumed run counts from its checkpoint, because its rows so far may have been planned for fewer passes.
+
+    Raises:
+        LoaderError: as :func:`~megatron_vl.data.loader.build_loader` raises them.
+        CheckpointError: the checkpoint's state belongs to other data.
     """
     from megatron_vl.data.loader import build_loader  # it imports Energon
 

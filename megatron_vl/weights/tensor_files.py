@@ -106,6 +106,9 @@ class TensorReader:
 
     Mapping is several times cheaper than reading into new memory. Used pages are released while reading
     continues, so that a conversion does not appear to use memory for the whole checkpoint.
+
+    Raises:
+        WeightsError: the file is missing or not a complete safetensors file.
     """
 
     def __init__(self, file_path: Path) -> None:

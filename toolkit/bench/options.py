@@ -80,7 +80,11 @@ def parse_bench_options(
 
 
 def resolve_bench_run(options: BenchOptions) -> BenchRun:
-    """The run that the options describe."""
+    """The run that the options describe.
+
+    Raises:
+        UsageError, RunConfigError: an option or field is invalid; the message names valid values.
+    """
     config = parse_config(options.fields)
     if not config.model.hf:
         raise UsageError("--model.hf is missing; give a Hugging Face folder or a config.json")

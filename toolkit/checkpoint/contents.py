@@ -6,7 +6,11 @@ from pathlib import Path
 
 
 def find_step_dir(run_or_step_dir: Path) -> Path:
-    """Finds the step folder of a path: that folder itself, or the latest checkpoint of a run."""
+    """Finds the step folder of a path: that folder itself, or the latest checkpoint of a run.
+
+    Raises:
+        FileNotFoundError: the folder holds no checkpoint of a run.
+    """
     from megatron_vl.weights.manifest import MANIFEST_FILE
     from megatron_vl.weights.run_folder import find_latest_checkpoint
 

@@ -89,6 +89,9 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
     Args:
         device_map: None loads it into this machine's memory; ``auto`` distributes it over the GPUs, which
             needs accelerate.
+
+    Raises:
+        The errors of :func:`check_hf_folder`.
     """
     from transformers import AutoConfig, AutoModelForImageTextToText, FineGrainedFP8Config
 

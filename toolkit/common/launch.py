@@ -66,6 +66,9 @@ def usable_gpus(ranks: int | None = None) -> int:
 
     Args:
         ranks: the ranks that are to run on them; None: as many as there are GPUs.
+
+    Raises:
+        UsageError: there are fewer GPUs than ranks.
     """
     # Importing torch takes seconds, and without a device file it finds no GPU.
     if not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()):

@@ -28,6 +28,9 @@ class SampleEncoder:
         hf_dir: folder of config, tokenizer, chat template and image processor.
         data_config: limits of images and videos that replace the folder's own, and what of thinking is
             trained on.
+
+    Raises:
+        FileNotFoundError, ChatError, PixelError, ConfigError: the folder is unusable.
     """
 
     def __init__(self, hf_dir: str | Path, data_config: DataConfig | None = None) -> None:
@@ -50,6 +53,9 @@ class SampleEncoder:
         Args:
             messages: HF messages; the parts ``{"type": "image"}`` and ``{"type": "video"}`` stand for
                 ``media_items`` in order.
+
+        Raises:
+            ChatError: the text and its media disagree.
         """
         grids = [item.grid_thw for item in media_items]
         return TokenizedSample(*self.chat_encoder.encode(messages, grids), media_items)

@@ -133,6 +133,10 @@ def write_tiny_checkpoint(
             ``lm_head.weight`` then.
         texts: texts to train the tokenizer on.
         sizes: fields of :class:`TinySizes`.
+
+    Raises:
+        ValueError: the family is unknown.
+        FileExistsError: the folder already holds a checkpoint.
     """
     if family not in TINY_FAMILIES:
         raise ValueError(f"family {family!r} has no tiny checkpoint; valid: {', '.join(TINY_FAMILIES)}")

@@ -77,6 +77,9 @@ def find_sample(data_path: DataPath, sample_key: str) -> tuple[SampleSource, int
     """The source of a sample by its key or ``SHARD[N]``, and the sample's index in that source.
 
     The key of a document's part, such as ``KEY#2``, finds the document.
+
+    Raises:
+        LoaderError: there is no such sample, or several sources have it.
     """
     found, sample_key = {}, re.sub(r"#\d+$", "", sample_key)
     for split in list_splits(data_path):

@@ -38,6 +38,9 @@ def find_dataset(data_argument: str) -> tuple[str, Path]:
     """Derives the name of a data set and the folder of its files from ``--data``.
 
     This imports nothing that takes long, so a mistake is reported at once.
+
+    Raises:
+        UsageError: there is no such table or folder.
     """
     path = Path(data_argument)
     if path.suffix == ".tsv" and path.is_file():

@@ -64,7 +64,13 @@ def show_line(text: str) -> None:
 
 
 def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) -> Evaluation:
-    """Compares and scores the checkpoints of ``options``."""
+    """Compares and scores the checkpoints of ``options``.
+
+    Raises:
+        UsageError: a folder, table or number is invalid.
+        UserError: VLMEvalKit failed; the message ends with the last lines of its log.
+        ConfigError, WeightsError: a checkpoint is invalid.
+    """
     check_hf_folder(options.original)
     _check_options(options)
     result = Evaluation(dataset_name, _choose_settings(options))

@@ -45,6 +45,9 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
 
     Adapters of a run with LoRA are merged into the weights of ``hf``. The export is found again by the digest
     of the step's weights.
+
+    Raises:
+        UserError: ``checkpoint`` is neither a Hugging Face folder nor a run; or ``hf`` is missing.
     """
     if (checkpoint / "config.json").is_file():
         return checkpoint

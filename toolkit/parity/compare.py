@@ -52,6 +52,9 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
 
     Returns:
         {"ok", "hf", "dtype", "layouts": {layout: result of the case}}.
+
+    Raises:
+        UserError: the reference failed, or the request is impossible.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as temporary_dir:
         work_dir = Path(temporary_dir)

@@ -60,6 +60,9 @@ def prepare_run(
 
     Returns:
         The words with those fields added that follow: the folders, and the length of a row.
+
+    Raises:
+        PrepareError: the model cannot be downloaded, or the conversations cannot be used.
     """
     added = {}
     if is_hub_name(config.model.hf):
@@ -102,6 +105,9 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
     """A run from records as its first start sees it; for ``--dry-run``, which leaves no file.
 
     Of records that no start has converted, the first stand for all, in a folder that is removed.
+
+    Raises:
+        PrepareError, ConvertError: as :func:`convert_once` raises them.
     """
     if is_hub_name(config.model.hf):
         hf_dir = download_model(config.model.hf, local_files_only=True)
@@ -337,6 +343,9 @@ def choose_row_length(config: TrainConfig) -> int:
     """Number of tokens of a row that holds every sample, within :data:`ROW_TOKENS`.
 
     Writes the sizes of samples if they are missing.
+
+    Raises:
+        LoaderError: no sample can be used.
     """
     from data_tools.sample_sizes import index_datasets
     from data_tools.sample_sources import open_encoder

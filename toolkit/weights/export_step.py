@@ -63,7 +63,11 @@ def main(argv: list[str]) -> int:
 
 
 def export_step(export_job: ExportJob) -> None:
-    """Exports one step. A run with LoRA gets PEFT's files, unless its adapters are merged."""
+    """Exports one step. A run with LoRA gets PEFT's files, unless its adapters are merged.
+
+    Raises:
+        UserError, OSError: the export failed.
+    """
     from converters.convert import export_adapter, export_weights
 
     export_dir, checkpoint_dir = Path(export_job.out), Path(export_job.checkpoint)

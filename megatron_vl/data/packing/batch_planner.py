@@ -149,7 +149,11 @@ class BatchPlanner:
         return max(0, self.draw_limit - self.sample_order.total_draws)
 
     def next_batch(self) -> PlannedBatch:
-        """Plans the rows of the next step. At the end of the data, rows may be empty."""
+        """Plans the rows of the next step. At the end of the data, rows may be empty.
+
+        Raises:
+            LoaderError: no sample can be used.
+        """
         unusable = self._draw_samples()
         waiting = self._waiting_samples
         if self.packs_samples:
@@ -276,6 +280,9 @@ class BatchPlanner:
 
         A new data set begins at its start. If nothing is drawn from a data set any more, its waiting samples
         are set aside. If it comes back, they are the first to be used.
+
+        Raises:
+            LoaderStateError: the state is damaged.
         """
         order = self.sample_order
         try:

@@ -161,6 +161,9 @@ class ChatEncoder:
             messages, tools: as for :meth:`encode`.
             generation_prompt: whether the header of the assistant's next turn follows.
             template_arguments: the template's arguments that replace those of the run.
+
+        Raises:
+            ChatError: the template refuses the conversation.
         """
         try:
             text = self.tokenizer.apply_chat_template(

@@ -42,6 +42,10 @@ def read_run_template(hf_dir: str | Path, chat_template: str) -> str:
 
     Args:
         chat_template: ``data.chat_template``; empty: the template of ``hf_dir``.
+
+    Raises:
+        ChatError: there is no such template, or its file is empty.
+        FileNotFoundError, ConfigError: as :func:`read_chat_template` raises them.
     """
     if not chat_template:
         return read_chat_template(hf_dir)

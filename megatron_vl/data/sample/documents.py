@@ -41,6 +41,10 @@ def encode_document(
     Returns:
         Token ids, int64 [n], with expanded placeholders; the loss mask, bool [n], not shifted; and the span
         of each medium in these tokens.
+
+    Raises:
+        ChatError: the parts do not match the media, a text has a control token, or the tokenizer has no
+            ``<|endoftext|>``.
     """
     # Neighbouring texts are read as one, in which pieces of a token could meet.
     runs = groupby(parts, key=lambda part: part["type"] == "text")

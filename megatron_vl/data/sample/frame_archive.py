@@ -69,7 +69,11 @@ def pack_frames(named_images: Iterable[tuple[str, bytes]], archive_info: FrameAr
 
 
 class FrameArchive:
-    """Reads an archive."""
+    """Reads an archive.
+
+    Raises:
+        PixelError: :func:`pack_frames` did not write it, or it is damaged.
+    """
 
     def __init__(self, archive_bytes: bytes) -> None:
         try:

@@ -218,7 +218,11 @@ def video_grid(video_info: VideoInfo, settings: PixelSettings) -> GridTHW:
 
 
 def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
-    """The frames of a video that are sampled: ascending numbers, counted from 0."""
+    """The frames of a video that are sampled: ascending numbers, counted from 0.
+
+    Raises:
+        PixelError: the video is empty.
+    """
     total, group_size = video_info.frame_count, settings.temporal_patch_size
     if total < 1 or video_info.fps <= 0:
         raise PixelError(f"a video of {total} frames at {video_info.fps} frames a second is empty")
@@ -241,7 +245,11 @@ def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
 
 
 def clip_frames(video_info: VideoInfo) -> tuple[int, int]:
-    """The first and the last frame of a video's clip, as ``calculate_video_frame_range`` has them."""
+    """The first and the last frame of a video's clip, as ``calculate_video_frame_range`` has them.
+
+    Raises:
+        PixelError: the clip has less than two frames.
+    """
     limits, fps, last_frame = video_info.limits, video_info.fps, video_info.frame_count - 1
     if limits.keys().isdisjoint(CLIP_LIMITS):
         return 0, last_frame

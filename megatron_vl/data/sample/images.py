@@ -158,7 +158,11 @@ def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
 
 
 def image_size(image_bytes: bytes) -> tuple[int, int]:
-    """Height and width that :func:`decode_image` will give, read from the header of an image file."""
+    """Height and width that :func:`decode_image` will give, read from the header of an image file.
+
+    Raises:
+        PixelError: the image cannot be read.
+    """
     plain_size = _plain_jpeg_size(image_bytes)
     if plain_size and plain_size[0] * plain_size[1] <= DEFAULT_MAX_PIXELS:
         return plain_size

@@ -93,6 +93,9 @@ def inspect_medium(
 
     Args:
         reference: the medium's name in messages, and the suffix of a video.
+
+    Raises:
+        UnusableError: the medium does not decode, or is too large or too narrow.
     """
     shown_reference = describe_reference(reference)
     try:
@@ -179,7 +182,11 @@ def stored_video_info(media_record: dict[str, Any]) -> VideoInfo:
 def decode_media_planes(
     media_record: dict[str, Any], media_bytes: bytes, grid: GridTHW, settings: PixelSettings
 ) -> Tensor:
-    """Decodes a stored medium. An image larger than its stored size is refused."""
+    """Decodes a stored medium. An image larger than its stored size is refused.
+
+    Raises:
+        PixelError: the medium does not decode.
+    """
     if media_record["kind"] == "image":
         return image_planes(media_bytes, grid, settings, media_record["height"] * media_record["width"])
     return video_planes(media_bytes, stored_video_info(media_record), grid, settings)

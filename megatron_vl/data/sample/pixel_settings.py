@@ -63,7 +63,12 @@ class PixelSettings:
 
 
 def read_pixel_settings(hf_dir: str | Path, data_config: DataConfig | None = None) -> PixelSettings:
-    """The settings of the image and video processor in an HF folder, with those that a run overrides."""
+    """The settings of the image and video processor in an HF folder, with the overrides of ``data_config``.
+
+    Raises:
+        FileNotFoundError: the folder has no processor config.
+        PixelError: a setting is not supported, or limits contradict each other.
+    """
     image_config, video_config = _processor_configs(Path(hf_dir))
     data_config = data_config or DataConfig()
     min_pixels, max_pixels = _pixel_limits(image_config, (56 * 56, 28 * 28 * 1280))
@@ -112,6 +117,9 @@ def media_limits_note(hf_dir: str | Path, trained_limits: Mapping[str, float]) -
 
     Args:
         trained_limits: the limits of training by field of ``data``; fields that are not known are left out.
+
+    Raises:
+        The errors of :func:`read_pixel_settings`.
     """
     pixel_settings = read_pixel_settings(hf_dir)
     limits = {

@@ -16,6 +16,9 @@ def read_stop_tokens(hf_dir: str | Path, tokenizer: Any) -> list[int]:
     They are the ``eos_token_id`` of ``generation_config.json``, as in HF's generate. Without that file, they
     are those of ``config.json`` and of the tokenizer, as in serving engines. Qwen3.5 up to 9B comes without
     the file, and its config names only ``<|endoftext|>``, which does not end a turn.
+
+    Raises:
+        ChatError: none of them has an end token.
     """
     if tokens := _read_eos_tokens(Path(hf_dir) / "generation_config.json"):
         return tokens

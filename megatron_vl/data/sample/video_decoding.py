@@ -121,6 +121,9 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
     """What a player shows of a video file, found by decoding all of it, or the key frames of a long one.
 
     The rate is the header's, or the mean if the frames' times say otherwise.
+
+    Raises:
+        PixelError: there is no video track, its frames differ in size, or frames are missing.
     """
     with open_container() as video_container:
         track = choose_track(video_container)
@@ -317,6 +320,9 @@ def decode_frames_at(
 
     Yields:
         The chosen frames; fewer if the file ends earlier.
+
+    Raises:
+        av.FFmpegError, OSError, ValueError: as PyAV raises them.
     """
     yielded_frames = 0
     previous_numbers = [-1, *frame_numbers[:-1]]

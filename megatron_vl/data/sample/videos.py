@@ -32,7 +32,12 @@ VIDEO_FORMATS = (
 
 
 def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> VideoInfo:
-    """Finds the true number of frames, rate and size of a video file, as :func:`describe_video` does."""
+    """Finds the true number of frames, rate and size of a video file, as :func:`describe_video` does.
+
+    Raises:
+        ImageTooLargeError: a frame has more than ``max_pixels``.
+        PixelError: the bytes are not a video, a frame does not decode, or frames are missing.
+    """
     if is_frame_archive(video_bytes):
         return _probe_frame_archive(video_bytes, max_pixels)
     with pixel_errors("video"):
@@ -69,7 +74,11 @@ def _decode_archive_frame(frame_archive: FrameArchive, frame_number: int, max_pi
 
 
 def video_planes(video_bytes: bytes, video_info: VideoInfo, grid: GridTHW, settings: PixelSettings) -> Tensor:
-    """The planes, uint8 [frames, h * w, patch * patch * 3], of the sampled frames of a video file."""
+    """The planes, uint8 [frames, h * w, patch * patch * 3], of the sampled frames of a video file.
+
+    Raises:
+        PixelError: the file does not decode, or has fewer frames than ``video_info`` says.
+    """
     frame_numbers = frame_indices(video_info, settings)
     planes = torch.empty((len(frame_numbers), grid.h * grid.w, 3 * settings.patch_size**2), dtype=torch.uint8)
     # Frames in their stored size are large: 768 of 1080p take 4.5 GiB. Only a few of them exist at a time.
@@ -89,6 +98,9 @@ def iterate_frames(
 
     Args:
         frame_numbers: ascending numbers of frames, counted from 0.
+
+    Raises:
+        PixelError: the file does not decode, or a frame of ``frame_numbers`` is missing.
     """
     if is_frame_archive(video_bytes):
         yield from _archive_frames(video_bytes, video_info, frame_numbers)

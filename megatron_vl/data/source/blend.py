@@ -73,6 +73,9 @@ def read_blend_sources(
         dataset_identity: identity of the data set as JSON values.
         dataset_name: the name of a data set that is not part of a mixture.
         description_path: path of the description, for messages.
+
+    Raises:
+        LoaderError: weights are negative or all 0, or a mixture has weights and repetitions.
     """
     prefix = f"{description_path}: " if description_path else ""
     mixture = dataset_identity.get("mixture", {"data": dataset_identity})

@@ -149,7 +149,12 @@ class MetadatasetDescription:
         return {"mixture": {kind: identities} if kind else identities[0]}
 
     def split_facts(self, split_name: str) -> SplitFacts:
-        """The facts of a split."""
+        """The facts of a split.
+
+        Raises:
+            LoaderError: there is no such split, it is empty in one of the parts, or its weights or
+                repetitions make no blend.
+        """
         dataset_identity = self.split_identity(split_name)
         # This refuses impossible weights.
         read_blend_sources(dataset_identity, description_path=str(self.path))

@@ -66,6 +66,9 @@ class SizedSource:
     Args:
         tokenization_id: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
         content_id: id of the content that the run reads.
+
+    Raises:
+        LoaderError: the data set has no sizes, or its sizes belong to other content or other shards.
     """
 
     def __init__(self, dataset: SplitShards, tokenization_id: str, content_id: str) -> None:

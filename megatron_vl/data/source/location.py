@@ -76,7 +76,11 @@ def resolve_location(dataset_path: str) -> Location:
 
 
 def location_is_file(file_location: Location) -> bool:
-    """Whether there is a file."""
+    """Whether there is a file.
+
+    Raises:
+        LoaderError: the store does not answer.
+    """
     try:
         return file_location.is_file()
     except Exception as error:
@@ -107,7 +111,11 @@ def part_name(index: int, num_parts: int) -> str:
 
 
 def part_folders(dataset_path: Location) -> list[Location]:
-    """The data sets ``part-I-of-N`` of a folder in order; none if it has no such folder."""
+    """The data sets ``part-I-of-N`` of a folder in order; none if it has no such folder.
+
+    Raises:
+        RunConfigError: a part is missing, or something else is there.
+    """
     if location_is_file(dataset_path) or location_is_file(dataset_path / ".nv-meta" / "split.yaml"):
         return []  # a data set, whose shards may be many
     if isinstance(dataset_path, Path):

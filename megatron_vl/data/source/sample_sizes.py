@@ -129,7 +129,11 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
 def find_datasets_without_sizes(
     description: Description, hf_dir: str | Path, data_config: DataConfig, split_name: str = "train"
 ) -> list[DatasetDescription]:
-    """The data sets that have no sizes for this tokenizer and chat template, each once."""
+    """The data sets of a split that have no sizes for this tokenizer and chat template. Each is listed once.
+
+    Raises:
+        LoaderError: there is no such split.
+    """
     tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
     datasets: dict[str, DatasetDescription] = {}
     for dataset, _ in description.split_parts(split_name):
@@ -142,6 +146,9 @@ def missing_sizes_advice(
 ) -> str:
     """Names a data set of a split that has no sizes, and the command that writes them; empty if all have
     sizes.
+
+    Raises:
+        LoaderError: there is no such split.
     """
     datasets_lacking_sizes = find_datasets_without_sizes(description, hf_dir, data_config, split_name)
     if not datasets_lacking_sizes:
@@ -206,6 +213,9 @@ class StoredSizes:
 
         Args:
             named_shards: name and number of samples of each shard.
+
+        Raises:
+            LoaderError: the sizes belong to other shards.
         """
         for name, count in named_shards:
             if self.shard_ranges.get(name, (0, -1))[1] != count:
@@ -238,7 +248,11 @@ UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, E
 
 
 def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
-    """Opens the sizes of a data set. Those in an object store are copied into memory."""
+    """Opens the sizes of a data set. Those in an object store are copied into memory.
+
+    Raises:
+        LoaderError: they are missing or damaged.
+    """
     sizes_dir = metadata_dir / SIZES_DIR / tokenization_id
     try:
         json_fields = json.loads(read_text_file(sizes_dir / SHARDS_FILE))

@@ -98,7 +98,12 @@ class ReadAhead:
             self._start_requests()
 
     def take(self, source: int, index: int) -> bytes:
-        """Waits for the bytes of a sample and returns them. They are not kept any longer."""
+        """Waits for the bytes of a sample and returns them. They are not kept any longer.
+
+        Raises:
+            FileNotFoundError: the shard or its index is missing.
+            OSError: the store does not give them.
+        """
         while True:
             with self._lock:
                 request = self._find_or_start_request(source, index)
@@ -232,6 +237,10 @@ class StoreShards:
         Args:
             indices: the indices of the samples.
             index: the only sample to read if all of them have more than ``max_bytes`` bytes.
+
+        Raises:
+            FileNotFoundError: the shard or its index is missing.
+            OSError: the store does not give them.
         """
         shard, index_in_shard = shard_place(self._shard_starts, indices[0])
         spans = self._read_spans(shard, index_in_shard, index_in_shard + len(indices))

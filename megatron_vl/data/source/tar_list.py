@@ -51,6 +51,9 @@ class PairFields:
 def parse_fields(words: Iterable[str]) -> PairFields:
     """The fields that words like ``image=jpg|png``, ``caption=txt|json:caption`` and ``prompt=TEXT`` name, or
     ``text=txt|json:text`` alone.
+
+    Raises:
+        LoaderError: a word cannot be read.
     """
     fields = DEFAULT_FIELDS | {"prompt": "", "text": ""}
     for word in words:
@@ -104,7 +107,11 @@ class TarList:
 
 
 def read_tar_list(metadata_dir: Location) -> TarList | None:
-    """The tars of a data set; None for one whose shards lie in its folder."""
+    """The tars of a data set; None for one whose shards lie in its folder.
+
+    Raises:
+        LoaderError: the file is damaged.
+    """
     list_path = metadata_dir / TARS_FILE
     if not location_is_file(list_path):
         return None

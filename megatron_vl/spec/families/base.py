@@ -267,7 +267,11 @@ class ModelSpec:
         return differences
 
     def with_mtp(self, has_mtp: bool = True) -> ModelSpec:
-        """A copy with or without the layer of multi-token prediction."""
+        """A copy with or without the layer of multi-token prediction.
+
+        Raises:
+            ConfigError: the model has no such layer, or not one that shares the model's embedding.
+        """
         fields = text_config(self.hf_config) if has_mtp else {}
         if has_mtp and not self.family.startswith("qwen3_5"):
             raise ConfigError(f"{self.family} has no layer of multi-token prediction: set mtp.loss to 0")
@@ -332,7 +336,11 @@ TEXT_FIELDS_PLACE = "the text fields (text_config, or the top of the file)"
 
 
 def require_field(config: dict[str, Any], field_name: str, section_name: str) -> Any:
-    """Returns ``config[field_name]``."""
+    """Returns ``config[field_name]``.
+
+    Raises:
+        ConfigError: the field is missing or null. The message names the field and ``section_name``.
+    """
     if config.get(field_name) is None:
         raise ConfigError(f"config.json: field {field_name!r} is missing in {section_name}")
     return config[field_name]
@@ -356,6 +364,9 @@ def read_language_spec(
         tied_embeddings: whether the output layer shares the embedding's weight; None: read it from either
             level.
         has_dense_layers: whether the family has dense layers. If not, their FFN width is 0.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
 
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
@@ -436,6 +447,9 @@ def assemble_model_spec(
 
     Args:
         default_tokens: the family's default for each special token.
+
+    Raises:
+        ConfigError: the halves do not fit, or the vision fields contradict each other.
     """
     if vision_spec.out_hidden_size != language_spec.hidden_size:
         raise ConfigError(

@@ -45,7 +45,11 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def read_vision_spec(config: dict[str, Any]) -> VisionSpec:
-    """Reads the vision tower's fields: those of Qwen3-VL without DeepStack."""
+    """Reads the vision tower's fields: those of Qwen3-VL without DeepStack.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
+    """
     vision_fields = require_field(config, "vision_config", "config.json")
     if vision_fields.get("deepstack_visual_indexes"):
         raise ConfigError(
@@ -60,6 +64,9 @@ def read_text_spec(config: dict[str, Any], *, has_dense_layers: bool = True) -> 
 
     Args:
         has_dense_layers: as in :func:`~megatron_vl.spec.families.base.read_language_spec`.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
     """
     text_fields = require_field(config, "text_config", "config.json")
     if text_fields.get("attention_bias"):
@@ -90,7 +97,11 @@ def read_text_spec(config: dict[str, Any], *, has_dense_layers: bool = True) -> 
 
 
 def read_linear_attention(text_fields: dict[str, Any], num_layers: int) -> LinearAttentionSpec:
-    """Reads the fields of the layers with linear attention from the text config ``text_fields``."""
+    """Reads the fields of the layers with linear attention from the text config ``text_fields``.
+
+    Raises:
+        ConfigError: a layer has an unknown type, or the numbers of heads do not fit each other.
+    """
     layer_types = _read_layer_types(text_fields, num_layers)
     linear_layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == LINEAR_LAYER_TYPE)
     head_sizes = {

@@ -71,6 +71,9 @@ def read_text_spec(config: dict[str, Any], head_dim: int | None = 128) -> Langua
 
     Args:
         head_dim: as in :func:`~megatron_vl.spec.families.base.read_language_spec`.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
     """
     if require_field(config, "text_config", "config.json").get("attention_bias"):
         raise ConfigError("config.json: attention_bias=true is not supported; set it to false")

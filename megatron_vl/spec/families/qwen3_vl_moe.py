@@ -40,7 +40,11 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
-    """Reads the experts' fields."""
+    """Reads the experts' fields.
+
+    Raises:
+        ConfigError: a field is missing, or its value is not supported.
+    """
     text_fields = text_config(config)
     required_field = partial(require_field, text_fields, section_name=TEXT_FIELDS_PLACE)
     num_experts = text_fields.get("num_local_experts") or required_field("num_experts")

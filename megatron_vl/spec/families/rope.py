@@ -158,7 +158,11 @@ def _check_rope_type(place: str, fields: dict[str, Any]) -> None:
 
 
 def read_yarn(config: dict[str, Any]) -> YarnSpec | None:
-    """Reads YaRN as ``transformers`` does; None if the config has none."""
+    """Reads YaRN as ``transformers`` does; None if the config has none.
+
+    Raises:
+        ConfigError: a field is missing, unknown or impossible.
+    """
     rope_fields = read_rope_fields(config)
     if rope_fields.get("rope_type") != "yarn":
         return None
@@ -232,6 +236,9 @@ def with_rope_scaling(config: dict[str, Any], rope_scaling: Mapping[str, Any]) -
     Args:
         rope_scaling: YaRN's fields, or ``{"rope_type": "default"}``. Rotary fields that belong to the weights
             may be repeated.
+
+    Raises:
+        ConfigError: a field is unknown, or contradicts one that belongs to the weights.
     """
     config = copy.deepcopy(config)
     text_fields, old_fields = text_config(config), read_rope_fields(config)
