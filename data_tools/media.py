@@ -73,9 +73,13 @@ def _resolve_in(folder: Path, reference: str, roots: MediaRoots) -> Path:
         # "../images/1.png" may lead from one of the folders into another.
         if not any(map(media_path.is_relative_to, roots.folders)):
             is_link = any(map(named_path.is_relative_to, roots.folders))
-            detail = f"{shown} leads to {media_path}, which is not inside the media root"
-            advice = "--follow-links allows such links" if is_link else "add its folder to --media-root"
-            raise RecordError("outside the media root", f"{detail}; {advice}")
+            if is_link:
+                detail = (
+                    f"{shown} leads to {media_path}, outside the media root; --follow-links allows such links"
+                )
+            else:
+                detail = f"{shown} is outside the media root {folder}; add --media-root {media_path.parent}"
+            raise RecordError("outside the media root", detail)
         mode = retry_machine_faults(media_path.stat, media_path).st_mode
     except RecordError:
         raise

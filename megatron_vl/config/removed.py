@@ -22,8 +22,9 @@ ZERO = "set parallel.distributed_optimizer (ZeRO-1), parallel.tp and parallel.pp
 RATE = "set optimizer.lr"
 FOLDER = "set checkpoint.dir"
 MODEL = "set model.hf"
-DATA = "set data.path, a folder written by `megatron-vl data convert`"
+DATA = "set data.path: a file of records, or a folder written by `megatron-vl data convert`"
 LENGTH = "set data.seq_len"
+LORA = "set lora.rank to train adapters; without it, the weights are trained"
 RECOMPUTE = "set recompute.language and recompute.vision"
 
 REMOVED = {
@@ -69,9 +70,12 @@ REMOVED = {
     "data verify": "compare `sha256sum` of the shards with .nv-meta/convert.json of the data set",
     # Fields of a run as other programs call them.
     "batch_size": BATCH,
-    "bf16": "dtype is bfloat16 unless it is set",
+    "bf16": "dtype is bfloat16 on GPUs unless it is set",
+    "cutoff_len": LENGTH,
     "dataset": DATA,
     "deepspeed": ZERO,
+    "eval_steps": "set eval.interval",
+    "finetuning_type": LORA,
     "fsdp": ZERO,
     "gradient_accumulation_steps": BATCH,
     "gradient_checkpointing": RECOMPUTE,
@@ -83,16 +87,23 @@ REMOVED = {
     "max_steps": "set steps",
     "micro_batch_size": MICRO_BATCH,
     "model_name_or_path": MODEL,
+    "logging_steps": "set log.interval",
+    "lr_scheduler_type": "set optimizer.schedule",
     "num_epochs": EPOCHS,
     "num_train_epochs": EPOCHS,
     "output_dir": FOLDER,
     "per_device_train_batch_size": MICRO_BATCH,
     "pipeline_model_parallel_size": "set parallel.pp",
+    "quantization_bit": "QLoRA is not supported; set lora.rank to adapt weights in bfloat16",
+    "report_to": "set log.tensorboard or wandb.project; metrics.jsonl is always written",
     "resume_from_checkpoint": "a run resumes by itself if checkpoint.dir has a checkpoint",
     "save_steps": "set checkpoint.interval",
+    "save_total_limit": "set checkpoint.keep",
     "seq_length": LENGTH,
     "tensor_model_parallel_size": "set parallel.tp",
     "train_iters": "set steps",
+    "train_type": LORA,
+    "val_size": "give --val-fraction",
     "warmup_ratio": "set optimizer.warmup_steps",
 }
 

@@ -137,6 +137,13 @@ def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
         "records.json is a file": [*model, *data, "--checkpoint.dir", str(records / "run")],
         "3 ranks do not divide the world size 4": [*inputs, "--nproc-per-node", "4", "--parallel.tp", "3"],
         "give --val-fraction, such as 0.1": [*model, *data, "--eval.interval", "5"],
+        "holds no records, so leave out --columns, --val-fraction": [
+            *inputs,
+            "--columns",
+            "a=user,b=assistant",
+            "--val-fraction",
+            "0.1",
+        ],
         "none does not exist; give a folder": [*model, "--dry-run", "--data.path", str(tmp_path / "none")],
     }
     done = subprocess.run(

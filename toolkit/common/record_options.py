@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit.common.options import CommandOptions, option
+from toolkit.common.options import CommandOptions, option, option_flag
 
 if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions
@@ -44,6 +45,13 @@ class RecordOptions(CommandOptions):
         """The options that decide which samples records become."""
         names = ("columns", "missing_markers", "caption_prompt", "val_fraction")
         return {name: getattr(self, name) for name in names}
+
+    def given_flags(self) -> list[str]:
+        """The flags of the options that were given: those that have not their default."""
+        own_fields = (
+            field for field in dataclasses.fields(self) if field.name in RecordOptions.__annotations__
+        )
+        return [option_flag(field.name) for field in own_fields if getattr(self, field.name) != field.default]
 
     def conversion_options(
         self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any

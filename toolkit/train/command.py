@@ -38,7 +38,7 @@ def train(options: TrainOptions) -> int:
     run_args = with_run_dir(options.fields, _read_config(options.fields))
     if options.dry_run:
         exit_on_signals()
-        _check_files(_read_config(run_args), options.val_fraction)
+        _check_files(_read_config(run_args), options)
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
@@ -134,7 +134,7 @@ def _prepare_launch(
     nnodes = options.nnodes or launch_environment.nnodes
     rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
     is_first_node = _is_first_node(options, launch_environment)
-    _check_files(config, options.val_fraction, needs_records=is_first_node)
+    _check_files(config, options, needs_records=is_first_node)
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
 
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
@@ -151,15 +151,23 @@ def _prepare_launch(
     return [*launcher_arguments, *rendezvous_arguments], run_args
 
 
-def _check_files(config: TrainConfig, val_fraction: float, *, needs_records: bool = True) -> None:
+def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: bool = True) -> None:
     """Refuses what can be seen from the names of files, before torch is imported or data are converted."""
     if is_records(config.data.path):
         if needs_records and not records_file(Path(str(config.data.path))).exists():
             raise RunConfigError(f"data.path {config.data.path} does not exist")
-        if (config.eval.interval or config.eval.answers) and config.eval.split == "val" and not val_fraction:
+        if (
+            (config.eval.interval or config.eval.answers)
+            and config.eval.split == "val"
+            and not options.val_fraction
+        ):
             raise RunConfigError(
                 "evaluation needs samples that are set aside: give --val-fraction, such as 0.1"
             )
+    elif given := options.given_flags():
+        raise RunConfigError(
+            f"data.path {config.data.path} holds no records, so leave out {', '.join(given)}"
+        )
     elif not config.data.is_synthetic:
         check_data_path(config.data.path)
     check_output_dir("checkpoint.dir", config.checkpoint.dir)

@@ -259,8 +259,8 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
     if any(MISSING in counts for counts in report.refused.values()):
         folders = " and ".join(map(str, conversion.roots.folders))
         roots_text = f", or give another folder than {folders} with --media-root"
-    advice = "`megatron-vl data convert` has further options, and its folder is a data.path too"
-    return f"{refusals}. Correct them and start again{roots_text}. {advice}"
+    advice = "`megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder is a"
+    return f"{refusals}. Correct them and start again{roots_text}. {advice} data.path too"
 
 
 def _files(records_path: Path) -> list[Path]:
@@ -297,7 +297,7 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
         if source[name] != value:
             raise PrepareError(
                 f"{dataset_dir} was converted with {option_flag(name)} {source[name] or 'unset'}, not"
-                f" {value or 'unset'}: give that one again or {other}"
+                f" {value or 'unset'}: give the same again or {other}"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
         return True
