@@ -223,7 +223,7 @@ def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_pa
     words += ["--data.path", "synthetic:images", "--model.checkpoint", "random"]
     words += ["--model.hf", str(HF_CONFIGS / "Qwen2-VL-7B-Instruct.json")]
     done = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words, folder=tmp_path, GPUS="2")
-    assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in stage.stderr
+    assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stderr
     # The name as it was once a folder, and more nodes without a meeting point.
     missing = run("pretrain.sh", "examples/qwen2_vl_7b", folder=tmp_path, GPUS="4", NNODES="2")
     assert missing.returncode == 2 and "--master-addr" in missing.stderr

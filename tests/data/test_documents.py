@@ -244,8 +244,7 @@ def tokens_by_sample(rows: list[TrainingRow]) -> dict[tuple[int, str], list[tupl
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("max_patches", [0, 80])
+@pytest.mark.parametrize(("family", "max_patches"), zip(FAMILIES, (0, 80, 80), strict=True))
 def test_parts_of_documents_come_once_a_pass_and_hold_every_token(dataset, family, max_patches):
     hf = tiny_checkpoint(family)
     config = settings(dataset, max_patches=max_patches)
