@@ -200,9 +200,9 @@ def run(script: str, *words: str, folder: Path, **variables: str | Path) -> subp
 
 @pytest.mark.slow
 def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
-    hf, other = tiny_checkpoint("qwen2_vl", layers=28), tiny_checkpoint("qwen2_vl", layers=28, seed=5)
+    hf, other = tiny_checkpoint("qwen2_vl"), tiny_checkpoint("qwen2_vl", seed=5)
     text = (ROOT / "examples" / "qwen2_vl_7b.yaml").read_text()
-    cut = text.replace("tp: 1\n  pp: 1", "tp: 2\n  pp: 2\n  layers: [10, 18]\n  sequence_parallel: true")
+    cut = text.replace("tp: 1\n  pp: 1", "tp: 2\n  pp: 2\n  layers: [1, 3]\n  sequence_parallel: true")
     (tmp_path / "cut.yaml").write_text(cut)
 
     def split(source: Path, shards: str) -> subprocess.CompletedProcess[str]:
@@ -210,10 +210,9 @@ def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
         return run("convert_then_split.sh", str(tmp_path / "cut.yaml"), folder=tmp_path, **paths)
 
     assert split(hf, "shards").returncode == 0
-    assert WeightReader(tmp_path / "shards").layout.layers_per_chunk == (10, 18)
+    assert WeightReader(tmp_path / "shards").layout.layers_per_chunk == (1, 3)
 
     # FULL exists now, and must be that of HF.
-    assert split(hf, "again").returncode == 0
     refused = split(other, "other")
     assert refused.returncode == 1 and not (tmp_path / "other").exists()
     assert f"{tmp_path / 'full'} does not hold the weights of {other}" in refused.stderr
@@ -223,10 +222,8 @@ def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_pa
     words = ["--parallel.tp", "3", "--parallel.pp", "2"]
     words += ["--data.path", "synthetic:images", "--model.checkpoint", "random"]
     words += ["--model.hf", str(HF_CONFIGS / "Qwen2-VL-7B-Instruct.json")]
-    done = run("pretrain.sh", "qwen2_vl_7b", *words, folder=tmp_path, GPUS="2")
+    done = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words, folder=tmp_path, GPUS="2")
     assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stderr
-    stage = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words, folder=tmp_path, GPUS="2")
-    assert stage.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in stage.stderr
     # The name as it was once a folder, and more nodes without a meeting point.
     missing = run("pretrain.sh", "examples/qwen2_vl_7b", folder=tmp_path, GPUS="4", NNODES="2")
     assert missing.returncode == 2 and "--master-addr" in missing.stderr

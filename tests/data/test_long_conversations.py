@@ -194,8 +194,7 @@ def dropped(rows: list[TrainingRow]) -> Counter[str]:
     return sum((Counter(row.dropped_counts) for row in rows), Counter())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("max_patches", [0, 60])
+@pytest.mark.parametrize(("family", "max_patches"), zip(FAMILIES, (0, 60, 60), strict=True))
 def test_exchanges_are_trained_on_once_a_pass_with_their_media(dataset, family, max_patches):
     """Parts have the tokens of the whole conversation, and what fits no row alone is counted by its part."""
     hf = tiny_checkpoint(family)

@@ -1,7 +1,4 @@
-"""A conversion that is killed, or ends with an error, leaves no data set; the next one is an undisturbed one.
-
-As a program, ``python -m tests.data_tools.test_kills N`` kills N conversions at random times.
-"""
+"""A conversion that is killed, or ends with an error, leaves no data set; the next one is undisturbed."""
 
 from __future__ import annotations
 
@@ -9,14 +6,9 @@ import hashlib
 import json
 import multiprocessing
 import os
-import random
-import shutil
 import signal
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,30 +204,3 @@ def test_workers_end_with_their_parent():
 
 def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-
-
-def kill_many(num_kills: int, show: Callable[[str], None]) -> None:
-    """Raises AssertionError if the conversion after a kill gives other bytes than an undisturbed one."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = make_source(Path(folder, "source"))
-        start_time = time.monotonic()
-        convert(source, Path(folder, "undisturbed"), workers=2)
-        duration = time.monotonic() - start_time
-        expected = digests(Path(folder, "undisturbed"))
-        kills = 0
-        while kills < num_kills:
-            out = Path(folder, f"out{kills}")
-            seconds = random.uniform(0, duration)
-            if not killed_after(seconds, source, out, workers=2):
-                shutil.rmtree(out)
-                continue
-            left = sorted(path.name for path in Path(folder).glob(f"{out.name}*"))
-            if not out.exists():
-                convert(source, out, workers=2)
-            assert digests(out) == expected, f"killed after {seconds:.3f} s"
-            kills += 1
-            show(f"kill {kills} after {seconds:.3f} s left {left}; converted again: equal")
-
-
-if __name__ == "__main__":
-    kill_many(int(sys.argv[1]), print)

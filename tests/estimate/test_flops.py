@@ -45,8 +45,8 @@ from toolkit.parity.reference import hf_inputs
 NO_LORA = LoraConfig()
 HYBRID = ["qwen3_5", "qwen3_5_moe"]
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID]
-SIMILAR = ("qwen2_vl", "qwen3_vl", "qwen3_5_moe")
-"""Families whose layers are those of the other three."""
+SIMILAR = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe")
+"""Families whose products the other two have."""
 FREEZE = {
     "nothing": {},
     "tower": {"freeze_vision": True},

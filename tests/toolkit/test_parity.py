@@ -22,13 +22,11 @@ from toolkit.parity import compare
 from toolkit.parity.options import ParityOptions
 
 
-def run(*arguments: object, has_launcher: bool = False) -> dict:
-    """The report that the command prints. Without a launcher, which imports the stack first, its ranks are
-    forks of the tests' server."""
+def run(*arguments: object) -> dict:
+    """The report that the command prints. Its ranks are forks of the tests' server."""
     options = parse_command_line(ParityOptions, list(map(str, arguments)), "megatron-vl parity")
     with pytest.MonkeyPatch.context() as patch:
-        if not has_launcher:
-            patch.setattr(compare, "run_group", ranks.run_group)
+        patch.setattr(compare, "run_group", ranks.run_group)
         return compare.run_parity(options, print)
 
 
@@ -45,9 +43,9 @@ def steps(report: dict) -> list[dict]:
 
 @pytest.mark.ranks
 def test_layouts_agree_with_transformers():
-    report = run("--hf", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3,cp2")
+    report = run("--hf", "qwen3_vl", "--layouts", "pp2:layers=1-3,cp2")
     places = {"patch embedding", "DeepStack merger 2", "merger", "embeddings", "decoder layer 3", "logits"}
-    assert len(steps(report)) == 3
+    assert len(steps(report)) == 2
     for step in steps(report):
         assert places <= set(step["activations"])
 
@@ -69,7 +67,7 @@ LORA_LAYOUTS = {
 def test_adapters_agree_with_peft(family: str):
     """Every matrix has an adapter. Gradients are those of peft."""
     words = ("--hf", family, "--layouts", LORA_LAYOUTS[family], "--lora", "4")
-    for step in steps(run(*words, has_launcher=family == "qwen3_vl")):
+    for step in steps(run(*words)):
         assert all("adapter" in name for name in step["worst"])
 
 

@@ -19,8 +19,7 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import planned_run
-from tests.support.ranks import run_module
-from tests.support.tiny_run import environment, metrics, options_of, prepare, train
+from tests.support.tiny_run import environment, options_of, prepare
 from toolkit.cli import main
 from toolkit.train import command, dry_run
 from toolkit.train.launch_environment import LaunchEnvironment, first_host, read_launch_environment
@@ -297,16 +296,3 @@ def test_dry_run_makes_every_check_of_a_start(prepared, tiny_checkpoint, capsys,
         assert main([*words, *options]) == 1, options
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.ranks
-def test_train_command_trains_on_two_ranks(prepared, tmp_path):
-    """It starts as a user starts it; a single rank reads the same rows and so has the same losses."""
-    fields = options_of(prepared, tmp_path / "run2", "--parallel.tp", "2", steps=3)
-    start = ["train", "--nproc-per-node", "2", *fields]
-    done = run_module("toolkit", start, cwd=tmp_path, is_group=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-    assert train(prepared, tmp_path / "run1", ranks=1, steps=3).returncode == 0
-    two, one = ([step["loss"] for step in metrics(tmp_path / run)] for run in ("run2", "run1"))
-    assert len(one) == 3 and two == pytest.approx(one, rel=1e-5)

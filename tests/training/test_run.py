@@ -155,7 +155,6 @@ def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, P
 ELSEWHERE: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "interleaved": (2, "--parallel.pp 2 --parallel.vpp 2 --parallel.distributed_optimizer false".split()),
-    "shared_rows": (4, "--parallel.cp 2 --parallel.tp 2 --parallel.sequence_parallel true".split()),
     "decoupled": (2, ["--parallel.pp", "2", "--vision.placement", "decoupled", *EVALUATION]),
 }
 """Ranks and options of runs that go on with what TP2 x PP2 + SP has saved."""

@@ -21,7 +21,7 @@ from megatron_vl.training.start_weights import check_start_weights
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.fp8_folders import fp8_folder
-from tests.support.tiny_run import metrics, trained
+from tests.support.tiny_run import trained
 from tests.tiny import TINY_FAMILIES, tiny_checkpoint
 
 
@@ -53,19 +53,6 @@ def test_weights_of_another_model_are_refused(tmp_path) -> None:
     config = parse_config(["--model.hf", str(hf), "--model.checkpoint", str(tmp_path / "other")])
     with pytest.raises(RunConfigError, match="model.checkpoint .* holds another model than model.hf"):
         check_start_weights(config, read_spec(hf))
-
-
-@pytest.mark.ranks
-def test_run_trains_as_from_converted_weights(prepared, tmp_path) -> None:
-    layout = ("--parallel.pp", "2", "--lora.rank", "4")
-    for name, start in (("hf", ""), ("converted", str(prepared["weights"]))):
-        trained(prepared, tmp_path / name, *layout, "--model.checkpoint", start, ranks=2, steps=3)
-    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("hf", "converted")]
-    assert losses[0] == losses[1] and len(losses[0]) == 3
-
-    # The base is the same model, wherever it was read.
-    words = [*layout, "--model.checkpoint", ""]
-    assert "resumed at step 3" in trained(prepared, tmp_path / "converted", *words, ranks=2, steps=4)
 
 
 @pytest.mark.ranks
