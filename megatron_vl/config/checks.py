@@ -17,6 +17,7 @@ from megatron_vl.config.fields import (
     TrainConfig,
 )
 from megatron_vl.config.options import valid_range
+from megatron_vl.system.folder_kind import folder_kind, why_no_model
 from megatron_vl.system.plurals import pluralize
 
 
@@ -265,8 +266,7 @@ def check_inputs(config: TrainConfig) -> None:
     is_config_file = config.data.is_synthetic and hf_dir.is_file()
     _refuse_if(
         not (hf_dir / "config.json").is_file() and not is_config_file,
-        f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
-        "(hf download REPOSITORY --local-dir FOLDER)",
+        f"model.hf {why_no_model(hf_dir)}",
     )
     lora_field = f"rank {lora.rank}" if lora.rank else f"adapter {lora.adapter}"
     has_random_base = config.model.checkpoint == RANDOM_WEIGHTS and not config.data.is_synthetic
@@ -286,8 +286,10 @@ def check_weights_exist(config: TrainConfig) -> None:
         " whole checkpoint, give model.checkpoint a folder that `megatron-vl convert` wrote, or set it to"
         f" {RANDOM_WEIGHTS} to train from scratch",
     )
+    is_folder, other_kind = weights_path not in ("", RANDOM_WEIGHTS), folder_kind(weights_path)
+    _refuse_if(is_folder and other_kind, f"model.checkpoint {other_kind}")
     _refuse_if(
-        weights_path not in ("", RANDOM_WEIGHTS) and not Path(weights_path).exists(),
+        is_folder and not Path(weights_path).exists(),
         f"model.checkpoint {weights_path} does not exist; leave it empty to start from the weights in"
         f" model.hf, or write it with `megatron-vl convert --hf {hf_dir} --out {weights_path}`",
     )

@@ -17,6 +17,7 @@ from megatron_vl.spec.families.base import (
 )
 from megatron_vl.spec.families.hf_folder import read_config
 from megatron_vl.spec.families.rope import with_rope_scaling
+from megatron_vl.system.folder_kind import why_no_model
 
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
@@ -61,11 +62,7 @@ def read_spec(
 def _read_folder(path: Path) -> ModelSpec:
     config_path = path / "config.json" if path.is_dir() else path
     if not config_path.is_file():
-        raise MissingConfigError(
-            f"{path} holds no config.json; give the folder of a downloaded checkpoint"
-            " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
-            " `hf download REPOSITORY config.json --local-dir FOLDER`)"
-        )
+        raise MissingConfigError(why_no_model(path))
     try:
         return _read_spec(read_config(config_path))
     except ConfigError as error:
