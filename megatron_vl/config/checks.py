@@ -56,16 +56,18 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
     _refuse_if(
         world_size % replica_ranks,
         f"parallel: {sizes} = {replica_ranks} ranks do not divide the world size {world_size};"
-        f" start a multiple of {replica_ranks} processes, or change {fields}",
+        f" start a multiple of {replica_ranks} processes (on one node: --nproc-per-node {replica_ranks}), or"
+        f" change {fields}",
     )
     dp = world_size // replica_ranks
     stage_ranks, expert_ranks = parallel.tp * parallel.cp * dp, parallel.ep * parallel.etp
+    least_ranks = parallel.pp * math.lcm(parallel.tp * parallel.cp, expert_ranks)
     stage_sizes = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "dp": dp})
     _refuse_if(
         stage_ranks % expert_ranks,
         f"parallel: ep {parallel.ep} x etp {parallel.etp} = {expert_ranks} ranks do not divide the"
         f" {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage_sizes}); lower parallel.ep or etp, or"
-        f" start a multiple of {parallel.pp * math.lcm(parallel.tp * parallel.cp, expert_ranks)} processes",
+        f" start a multiple of {least_ranks} processes (on one node: --nproc-per-node {least_ranks})",
     )
     _refuse_if(
         batch < 1 or batch % dp,
