@@ -41,6 +41,7 @@ def check_sizes(config: TrainConfig, world_size: int) -> int:
     _check_row_sharing(config)
     _check_pipeline_chunks(config, dp)
     _check_steps_and_rows(config)
+    check_fp8(config, on_cpu=config.platform == "cpu")
     _check_model_parts(config)
     _check_export(config)
     _check_profile(config, world_size)
@@ -167,6 +168,15 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
     _refuse_if(
         0 < data.max_pixels < data.min_pixels,
         f"data.min_pixels {data.min_pixels} must not be above data.max_pixels {data.max_pixels}",
+    )
+
+
+def check_fp8(config: TrainConfig, on_cpu: bool) -> None:
+    """Raises RunConfigError for a run in FP8 on CPU, or with parameters in float32."""
+    recipe = config.fp8.recipe
+    _refuse_if(
+        recipe != "none" and (on_cpu or config.dtype == "float32"),
+        f"fp8.recipe {recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none",
     )
 
 

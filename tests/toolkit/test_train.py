@@ -136,6 +136,7 @@ def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
         "random does not exist": [*inputs, "--model.checkpoint", str(tmp_path / "random")],
         "records.json is a file": [*model, *data, "--checkpoint.dir", str(records / "run")],
         "3 ranks do not divide the world size 4": [*inputs, "--nproc-per-node", "4", "--parallel.tp", "3"],
+        "fp8.recipe delayed needs a GPU": [*model, *data, "--platform", "cpu", "--fp8.recipe", "delayed"],
         "give --val-fraction, such as 0.1": [*model, *data, "--eval.interval", "5"],
         "none does not exist; give a folder": [*model, "--dry-run", "--data.path", str(tmp_path / "none")],
     }
@@ -314,6 +315,7 @@ def test_dry_run_makes_every_check_of_a_start(prepared, peft, tiny_checkpoint, c
         (["--checkpoint.dir", str(file)], f"checkpoint.dir {file}: {file} is a file"),
         (["--parallel.layers", "[2,3]"], "add up to 5"),
         (["--eval.interval", "2"], "the split 'val' is empty"),
+        (["--platform", "cpu", "--fp8.recipe", "delayed"], "fp8.recipe delayed needs a GPU"),
         (["--lora.adapter", str(peft), "--lora.rank", "8"], f"the adapters in lora.adapter {peft} have 4"),
     ):
         assert main([*words, *options]) == 1, options
