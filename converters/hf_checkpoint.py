@@ -116,8 +116,8 @@ class HfCheckpoint(CanonicalWeights):
         carried_names: stored names of tensors that are not part of the model, in the order of the files.
 
     Raises:
-        FileNotFoundError: the folder has no config or no safetensors weights.
-        ConfigError: ``model_type`` is unknown, or a field is impossible.
+        FileNotFoundError: the folder has no safetensors weights.
+        ConfigError: it has no config, ``model_type`` is unknown, or a field is impossible.
         WeightsError: a tensor is missing, unknown, or of a wrong shape or type. The message names it.
     """
 

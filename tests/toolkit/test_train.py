@@ -278,9 +278,7 @@ def peft(prepared, tmp_path_factory) -> Path:
         ("train --model.checkpoint", "data", "model.checkpoint {} is a data set"),
         ("train --data.path", "hf", "data.path {} is the folder of a model: give it as --model.hf"),
         ("generate --prompt Hello --checkpoint", "peft", "{} is a LoRA adapter"),
-        ("generate --prompt Hello --checkpoint", "data", "{} is a data set"),
         ("convert --out out --hf", "peft", "{} is a LoRA adapter"),
-        ("convert --out out --hf", "data", "{} is a data set"),
     ],
 )
 def test_folder_of_another_kind_is_named(started, prepared, peft, capsys, tmp_path, words, kind, message):
