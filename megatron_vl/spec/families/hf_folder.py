@@ -243,7 +243,7 @@ def text_digests(hf_path: Path) -> dict[str, str]:
     elif (hf_path / "vocab.json").is_file():
         from transformers import AutoTokenizer  # which makes one of vocab.json and merges.txt
 
-        tokenizer = AutoTokenizer.from_pretrained(hf_path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
         digests["tokenizer"] = compute_tokenizer_digest(tokenizer.backend_tokenizer)
     return digests
 
