@@ -116,8 +116,8 @@ class HfCheckpoint(CanonicalWeights):
         carried_names: stored names of tensors that are not part of the model, in the order of the files.
 
     Raises:
-        FileNotFoundError: the folder has no config or no safetensors weights.
-        ConfigError: ``model_type`` is unknown, or a field is impossible.
+        FileNotFoundError: the folder has no safetensors weights.
+        ConfigError: it has no config, ``model_type`` is unknown, or a field is impossible.
         WeightsError: a tensor is missing, unknown, or of a wrong shape or type. The message names it.
     """
 
@@ -125,10 +125,6 @@ class HfCheckpoint(CanonicalWeights):
 
     def __init__(self, hf_dir: str | Path, *, has_mtp: bool = False) -> None:
         self.path = Path(hf_dir)
-        if not (self.path / "config.json").is_file():
-            raise FileNotFoundError(
-                f"{self.path / 'config.json'} is missing; --hf must be a Hugging Face checkpoint folder"
-            )
         self.spec = read_spec(self.path)
         if has_mtp:
             self.spec = self.spec.with_mtp()

@@ -17,6 +17,7 @@ from megatron_vl.config.fields import (
     TrainConfig,
 )
 from megatron_vl.config.options import valid_range
+from megatron_vl.system.folder_kind import folder_kind, why_no_model
 from megatron_vl.system.plurals import pluralize
 
 
@@ -40,6 +41,7 @@ def check_sizes(config: TrainConfig, world_size: int) -> int:
     _check_row_sharing(config)
     _check_pipeline_chunks(config, dp)
     _check_steps_and_rows(config)
+    check_fp8(config, on_cpu=config.platform == "cpu")
     _check_model_parts(config)
     _check_export(config)
     _check_profile(config, world_size)
@@ -55,16 +57,18 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
     _refuse_if(
         world_size % replica_ranks,
         f"parallel: {sizes} = {replica_ranks} ranks do not divide the world size {world_size};"
-        f" start a multiple of {replica_ranks} processes, or change {fields}",
+        f" start a multiple of {replica_ranks} processes (on one node: --nproc-per-node {replica_ranks}), or"
+        f" change {fields}",
     )
     dp = world_size // replica_ranks
     stage_ranks, expert_ranks = parallel.tp * parallel.cp * dp, parallel.ep * parallel.etp
+    least_ranks = parallel.pp * math.lcm(parallel.tp * parallel.cp, expert_ranks)
     stage_sizes = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "dp": dp})
     _refuse_if(
         stage_ranks % expert_ranks,
         f"parallel: ep {parallel.ep} x etp {parallel.etp} = {expert_ranks} ranks do not divide the"
         f" {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage_sizes}); lower parallel.ep or etp, or"
-        f" start a multiple of {parallel.pp * math.lcm(parallel.tp * parallel.cp, expert_ranks)} processes",
+        f" start a multiple of {least_ranks} processes (on one node: --nproc-per-node {least_ranks})",
     )
     _refuse_if(
         batch < 1 or batch % dp,
@@ -167,6 +171,15 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
     )
 
 
+def check_fp8(config: TrainConfig, on_cpu: bool) -> None:
+    """Raises RunConfigError for a run in FP8 on CPU, or with parameters in float32."""
+    recipe = config.fp8.recipe
+    _refuse_if(
+        recipe != "none" and (on_cpu or config.dtype == "float32"),
+        f"fp8.recipe {recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none",
+    )
+
+
 def _check_model_parts(config: TrainConfig) -> None:
     recompute, model = config.recompute, config.model
     _refuse_if(
@@ -265,8 +278,7 @@ def check_inputs(config: TrainConfig) -> None:
     is_config_file = config.data.is_synthetic and hf_dir.is_file()
     _refuse_if(
         not (hf_dir / "config.json").is_file() and not is_config_file,
-        f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
-        "(hf download REPOSITORY --local-dir FOLDER)",
+        f"model.hf {why_no_model(hf_dir)}",
     )
     lora_field = f"rank {lora.rank}" if lora.rank else f"adapter {lora.adapter}"
     has_random_base = config.model.checkpoint == RANDOM_WEIGHTS and not config.data.is_synthetic
@@ -286,8 +298,10 @@ def check_weights_exist(config: TrainConfig) -> None:
         " whole checkpoint, give model.checkpoint a folder that `megatron-vl convert` wrote, or set it to"
         f" {RANDOM_WEIGHTS} to train from scratch",
     )
+    is_folder, other_kind = weights_path not in ("", RANDOM_WEIGHTS), folder_kind(weights_path)
+    _refuse_if(is_folder and other_kind, f"model.checkpoint {other_kind}")
     _refuse_if(
-        weights_path not in ("", RANDOM_WEIGHTS) and not Path(weights_path).exists(),
+        is_folder and not Path(weights_path).exists(),
         f"model.checkpoint {weights_path} does not exist; leave it empty to start from the weights in"
         f" model.hf, or write it with `megatron-vl convert --hf {hf_dir} --out {weights_path}`",
     )

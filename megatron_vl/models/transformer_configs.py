@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import Fp8Config, RunConfigError, TrainConfig
+from megatron_vl.config.checks import check_fp8
 from megatron_vl.models.fused_layers import ACTIVATIONS
 from megatron_vl.models.moe.router import moe_core_settings
 from megatron_vl.platform import Platform
@@ -151,10 +152,7 @@ def _fp8_settings(platform: Platform, config: TrainConfig) -> dict[str, Any]:
     fp8_recipe = config.fp8.recipe
     if fp8_recipe == "none":
         return {}
-    if not platform.has_transformer_engine or config.dtype != "bfloat16":
-        raise RunConfigError(
-            f"fp8.recipe {fp8_recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none"
-        )
+    check_fp8(config, on_cpu=not platform.has_transformer_engine)
     if platform.capability < FP8_CAPABILITY:
         raise RunConfigError(
             f"fp8.recipe {fp8_recipe} needs Hopper (compute capability 9.0) or later, and this GPU has"

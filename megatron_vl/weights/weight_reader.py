@@ -14,6 +14,7 @@ from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.spec.layout import read_layout
 from megatron_vl.spec.lora import stored_lora, trained_table
 from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding
+from megatron_vl.system.folder_kind import folder_kind
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE, locate_shards, read_manifest
@@ -48,7 +49,8 @@ def find_weights_dir(given_path: str | Path) -> Path:
         )
     if latest_checkpoint is None:
         looked_for = f"{MANIFEST_FILE}, weights/{MANIFEST_FILE} and step_ folders"
-        raise FileNotFoundError(f"{given_path} holds no weights: looked for {looked_for}")
+        no_weights_text = f"{given_path} holds no weights: looked for {looked_for}"
+        raise FileNotFoundError(folder_kind(given_path) or no_weights_text)
 
     weights_dir = latest_checkpoint.path / "weights"
     if not (weights_dir / MANIFEST_FILE).is_file():

@@ -125,9 +125,12 @@ def test_damage_of_a_run_is_one_line(tmp_path, capsys, action, file, text, messa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
-def test_ranks_are_asked_for_where_there_is_no_gpu(capsys):
-    assert main(["bench", "--model.hf", HF]) == 2
-    assert "give the number of ranks with --nproc-per-node N" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [["bench"], ["train", *"--steps 1 --data.path synthetic:text".split()]])
+def test_one_rank_is_started_where_there_is_no_gpu(words, capsys):
+    """Two of its ranks cannot share a layer; the message says how many to start, and with which option."""
+    assert main([*words, "--model.hf", HF, "--parallel.tp", "2"]) == 1
+    refused = "2 ranks do not divide the world size 1; start a multiple of 2 processes"
+    assert f"{refused} (on one node: --nproc-per-node 2), or" in capsys.readouterr().err
 
 
 def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):

@@ -135,6 +135,7 @@ def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
         "random does not exist": [*inputs, "--model.checkpoint", str(tmp_path / "random")],
         "records.json is a file": [*model, *data, "--checkpoint.dir", str(records / "run")],
         "3 ranks do not divide the world size 4": [*inputs, "--nproc-per-node", "4", "--parallel.tp", "3"],
+        "fp8.recipe delayed needs a GPU": [*model, *data, "--platform", "cpu", "--fp8.recipe", "delayed"],
         "give --val-fraction, such as 0.1": [*model, *data, "--eval.interval", "5"],
         "holds no records, so leave out --columns, --val-fraction": [
             *inputs,
@@ -268,9 +269,36 @@ def prepared(tiny_checkpoint, tmp_path_factory) -> dict[str, Path]:
     return prepare(tmp_path_factory.mktemp("prepared") / "run", tiny_checkpoint("qwen2_5_vl"), samples=8)
 
 
-def test_dry_run_makes_every_check_of_a_start(prepared, tiny_checkpoint, capsys, tmp_path):
+@pytest.fixture(scope="module")
+def peft(prepared, tmp_path_factory) -> Path:
+    return peft_folder(tmp_path_factory.mktemp("peft"), prepared["hf"], target_modules=["q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        ("train --model.hf", "peft", "model.hf {} is a LoRA adapter (adapter_config.json): start from"),
+        ("train --model.checkpoint", "peft", "model.checkpoint {} is a LoRA adapter"),
+        ("train --data.path", "peft", "data.path {} is a LoRA adapter"),
+        ("train --model.hf", "data", "model.hf {} is a data set: give it as --data.path"),
+        ("train --model.checkpoint", "data", "model.checkpoint {} is a data set"),
+        ("train --data.path", "hf", "data.path {} is the folder of a model: give it as --model.hf"),
+        ("generate --prompt Hello --checkpoint", "peft", "{} is a LoRA adapter"),
+        ("convert --out out --hf", "peft", "{} is a LoRA adapter"),
+    ],
+)
+def test_folder_of_another_kind_is_named(started, prepared, peft, capsys, tmp_path, words, kind, message):
+    """By a start, before it starts its ranks."""
+    command_name, *options = words.split()
+    folder = str({**prepared, "peft": peft}[kind])
+    run = ["--nproc-per-node", "2", *options_of(prepared, tmp_path / "new")]
+    assert main([command_name, *(run if command_name == "train" else ()), *options, folder]) == 1
+    assert f"megatron-vl {command_name}: {message.format(folder)}" in capsys.readouterr().err
+    assert started == []
+
+
+def test_dry_run_makes_every_check_of_a_start(prepared, peft, tiny_checkpoint, capsys, tmp_path):
     """It prints what it checked, and leaves no file; the errors are those of a start."""
-    peft = peft_folder(tmp_path / "peft", prepared["hf"], target_modules=["q_proj"])
     words = ["train", "--dry-run", "--nproc-per-node", "2", *options_of(prepared, tmp_path / "new")]
     words += ["--parallel.pp", "2", "--parallel.layers", "[1,3]"]
     for options in ((), ("--lora.adapter", str(peft))):
@@ -291,6 +319,7 @@ def test_dry_run_makes_every_check_of_a_start(prepared, tiny_checkpoint, capsys,
         (["--checkpoint.dir", str(file)], f"checkpoint.dir {file}: {file} is a file"),
         (["--parallel.layers", "[2,3]"], "add up to 5"),
         (["--eval.interval", "2"], "the split 'val' is empty"),
+        (["--platform", "cpu", "--fp8.recipe", "delayed"], "fp8.recipe delayed needs a GPU"),
         (["--lora.adapter", str(peft), "--lora.rank", "8"], f"the adapters in lora.adapter {peft} have 4"),
     ):
         assert main([*words, *options]) == 1, options

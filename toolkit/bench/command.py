@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.split import run_layout
-from megatron_vl.system.errors import UsageError
 from toolkit.common.launch import run_group, usable_gpus
 
 from .options import BenchOptions, resolve_bench_run
@@ -16,9 +15,7 @@ def bench(options: BenchOptions) -> int:
     data_config = run.workloads.get("data")
     if data_config:  # before anything heavy is imported
         check_data_path(data_config.path)
-    world_size = options.nproc_per_node or usable_gpus()
-    if not world_size:
-        raise UsageError("torch sees no GPU here; give the number of ranks with --nproc-per-node N")
+    world_size = options.nproc_per_node or usable_gpus() or 1
     run_layout(run.config, run.spec, world_size)
     on_cpu = run.config.platform == "cpu" or not usable_gpus(world_size)
     if data_config:

@@ -28,7 +28,7 @@ class BenchOptions(CommandOptions):
     run_fields: ClassVar[bool] = True
 
     nproc_per_node: int | None = option(
-        None, metavar="N", minimum=1, shown_default="the GPUs of this machine"
+        None, metavar="N", minimum=1, shown_default="the GPUs of this machine, or 1"
     )
     """Start N ranks, with or without GPUs."""
     timed: int = option(4, metavar="N", minimum=1)

@@ -40,8 +40,9 @@ def check_hf_folder(hf_dir: str | Path) -> TensorFolder:
         Its safetensors files.
 
     Raises:
-        FileNotFoundError: there is no config or no safetensors weights.
-        ConfigError: ``model_type`` is unknown, or a field is impossible or names other weights or models.
+        FileNotFoundError: there are no safetensors weights.
+        ConfigError: there is no config, or its ``model_type`` is unknown, or a field is impossible or names
+            other weights or models.
         WeightsError: index and files disagree, or a name leaves the folder.
     """
     read_spec(hf_dir)

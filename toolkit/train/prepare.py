@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from data_tools.input_files import INDEX_FILE, find_input_files, record_files, record_suffix
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
-from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.system.errors import UserError
+from megatron_vl.system.folder_kind import folder_kind
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
 from toolkit.common.options import option_flag
@@ -193,7 +193,7 @@ def is_records(data_path: Any) -> bool:
         return False
     path = Path(data_path)
     if path.is_dir():
-        return not (path / METADATA_DIR).exists() and any(record_files(path))
+        return not folder_kind(path) and any(record_files(path))
     return path.name.startswith(f"{INDEX_FILE}:") or bool(record_suffix(path))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_vl.config import RunConfigError
 from megatron_vl.system.errors import UserError
+from megatron_vl.system.folder_kind import folder_kind
 
 if TYPE_CHECKING:
     from megatron.energon.epathlib import EPath
@@ -171,4 +172,5 @@ def check_data_path(data_path: DataPath) -> None:
             )
     elif not (dataset_dir / ".nv-meta").is_dir() and not part_folders(dataset_dir):
         remedy_text = TARS_REMEDY if any(dataset_dir.glob("*.tar")) else remedy_text
-        raise RunConfigError(f"data.path {data_path} is not a data set (it holds no .nv-meta); {remedy_text}")
+        no_data_text = f"{data_path} is not a data set (it holds no .nv-meta); {remedy_text}"
+        raise RunConfigError(f"data.path {folder_kind(dataset_dir) or no_data_text}")

@@ -17,6 +17,7 @@ from megatron_vl.spec.families.base import (
 )
 from megatron_vl.spec.families.hf_folder import read_config
 from megatron_vl.spec.families.rope import with_rope_scaling
+from megatron_vl.system.folder_kind import why_no_model
 
 FAMILIES = {
     "qwen2_vl": qwen2_vl,
@@ -31,10 +32,6 @@ FIELD_LIMITS = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100
 """Largest accepted value of each of these fields."""
 
 
-class MissingConfigError(ConfigError, FileNotFoundError):
-    """There is no ``config.json``. The message says how to get one."""
-
-
 def read_spec(
     config: dict[str, Any] | str | Path, rope_scaling: Mapping[str, Any] | None = None
 ) -> ModelSpec:
@@ -45,9 +42,8 @@ def read_spec(
         rope_scaling: ``model.rope_scaling`` of a run, which stands for the config's own; empty: none.
 
     Raises:
-        MissingConfigError: there is no ``config.json``.
-        ConfigError: the ``model_type`` is unknown, a field is missing or impossible, or the folder
-            contradicts itself (:mod:`.hf_folder`).
+        ConfigError: there is no ``config.json``, its ``model_type`` is unknown, a field is missing or
+            impossible, or the folder contradicts itself (:mod:`.hf_folder`).
     """
     spec = _read_spec(config) if isinstance(config, dict) else _read_folder(Path(config))
     if not rope_scaling:
@@ -61,11 +57,7 @@ def read_spec(
 def _read_folder(path: Path) -> ModelSpec:
     config_path = path / "config.json" if path.is_dir() else path
     if not config_path.is_file():
-        raise MissingConfigError(
-            f"{path} holds no config.json; give the folder of a downloaded checkpoint"
-            " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
-            " `hf download REPOSITORY config.json --local-dir FOLDER`)"
-        )
+        raise ConfigError(why_no_model(path))
     try:
         return _read_spec(read_config(config_path))
     except ConfigError as error:
@@ -94,7 +86,6 @@ def _read_spec(config: dict[str, Any]) -> ModelSpec:
 __all__ = [
     "FAMILIES",
     "ConfigError",
-    "MissingConfigError",
     "LanguageSpec",
     "LinearAttentionSpec",
     "ModelSpec",

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_vl.spec.families.base import ConfigError
 from megatron_vl.spec.families.rope import serving_config
+from megatron_vl.system.folder_kind import folder_kind
 
 WEIGHT_INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -124,9 +125,7 @@ def _refuse_other_weights(hf_path: Path) -> None:
                 " file if the tensors are in bfloat16"
             )
     if (hf_path / "adapter_config.json").exists():
-        raise ConfigError(
-            f"{hf_path} holds an adapter (adapter_config.json) for another model; merge the two first"
-        )
+        raise ConfigError(folder_kind(hf_path))
     indexed_files = _weight_map(hf_path).values()
     if (hf_path / SINGLE_FILE).exists() and indexed_files and SINGLE_FILE not in indexed_files:
         raise ConfigError(
@@ -244,7 +243,7 @@ def text_digests(hf_path: Path) -> dict[str, str]:
     elif (hf_path / "vocab.json").is_file():
         from transformers import AutoTokenizer  # which makes one of vocab.json and merges.txt
 
-        tokenizer = AutoTokenizer.from_pretrained(hf_path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(hf_path, trust_remote_code=False, local_files_only=True)
         digests["tokenizer"] = compute_tokenizer_digest(tokenizer.backend_tokenizer)
     return digests
 
