@@ -240,15 +240,16 @@ def describe_values(values: NDArray[Any], weight_of_value: NDArray[np.float64]) 
     return {"mean": round(float(values @ weight_of_value), 6), **quantiles, **extreme_values}
 
 
-def describe_pass(pass_facts: dict[str, Any]) -> str:
+def describe_pass(pass_facts: dict[str, Any], *, fills_rows: bool = False) -> str:
     """``one pass over the data is about 120 rows, 15 steps at global_batch_size 8``.
 
     Args:
         pass_facts: the result of :meth:`DatasetStatistics.pass_facts`.
+        fills_rows: whether samples repeat to fill a step, as they do if ``steps`` and not ``epochs`` are set.
     """
     rows, step_rows = pass_facts["rows"], pass_facts["global_batch_size"]
     rows_text = f"one pass over the data is about {pluralize(f'{rows:,}', 'row')}"
-    if 0 < rows < step_rows:
+    if fills_rows and 0 < rows < step_rows:
         return f"{rows_text}; a step of {step_rows} rows reads the data about {step_rows / rows:.1f} times"
 
     steps = math.ceil(rows / step_rows)

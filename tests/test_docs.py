@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -125,6 +126,10 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
         assert "identical" in output
     if document == ROOT / "README.md":
         assert "data: 11 of 11 records converted" in errors.splitlines()
+        metrics = (tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
+        passes = sum(json.loads(line)["samples"] for line in metrics) / 11
+        for line in (f"4 steps: about {passes:.1f} passes over the data", "note: exported step 4, the"):
+            assert f"\n{line}" in output and f"\n{line}" in document.read_text()
         lora = (ROOT / "docs" / "lora.md").read_text().partition("The losses of its four steps are")[2]
         printed = LOSS.findall(document.read_text()) + re.findall(r"\d\.\d{4}", lora)[:4]
         shown = list(map(float, LOSS.findall(output)))

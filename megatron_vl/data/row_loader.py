@@ -30,6 +30,8 @@ determine."""
 PIXEL_FIELDS = tuple(
     "min_pixels max_pixels video_min_pixels video_max_pixels video_fps video_max_frames".split()
 )
+COUNTED_SAMPLES = 1000, 10_000
+"""Least and largest number of samples by whose rows passes are counted. The latter take half a second."""
 PROCESSOR_PREFIX = "processor."
 """Begins the names of an identity's settings of pixels that are not fields of ``data``."""
 RESUME_EARLIER_ADVICE = "go back to an earlier checkpoint with `megatron-vl checkpoint rollback`"
@@ -97,6 +99,25 @@ class RowLoader:
             batch_planner.next_batch()
             steps += 1
         return steps
+
+    def count_passes(self, steps: int) -> float | None:
+        """How often the first steps of a run draw each sample, on average; None: the data have no passes.
+
+        Plans some of the steps: those that read all samples, within :data:`COUNTED_SAMPLES`.
+
+        Raises:
+            LoaderError: no sample can be used.
+        """
+        batch_planner = self._planning_context.make_planner()
+        pass_size = batch_planner.sample_order.pass_size
+        least, most = COUNTED_SAMPLES
+        counted_samples = min(max(pass_size, least), most) if pass_size else 1
+        planned_steps = samples = 0
+        while planned_steps < steps and samples < counted_samples:
+            batch_planner.next_batch()
+            planned_steps += 1
+            samples = sum(count_finished_draws(batch_planner.planner_state()).values())
+        return steps / planned_steps * samples / pass_size if pass_size else None
 
     @property
     def row_settings(self) -> dict[str, Any]:

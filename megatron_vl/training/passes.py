@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from typing import TYPE_CHECKING
 
 from megatron_vl.config.checks import validate_config
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
@@ -16,30 +16,35 @@ from megatron_vl.training.state.load import (
     suggest_remedy,
 )
 
-MAX_COUNTED_SAMPLES = 100_000
-"""Largest data set whose passes are counted, in half a second, although ``steps`` is given."""
+if TYPE_CHECKING:
+    from megatron_vl.data.row_loader import RowLoader
 
 
 def with_counted_steps(resolved_run: ResolvedRun, world_size: int) -> ResolvedRun:
     """The run with its number of steps, which rank 0 counts unless ``steps`` gives it. Collective.
 
     A line for its start says how many passes they are. The sizes of all samples must be known.
+
+    Raises:
+        LoaderError, CheckpointError: as :func:`count_steps`.
     """
     config = resolved_run.config
-    num_samples = resolved_run.facts_by_split["train"].dataset_identity.get("samples") or math.inf
-    if config.steps and (config.data.is_synthetic or num_samples > MAX_COUNTED_SAMPLES):
-        return resolved_run
-    counted = dataclasses.replace(resolved_run, config=dataclasses.replace(config, epochs=config.epochs or 1))
     if config.steps:
-        counted = dataclasses.replace(counted, source_checkpoint=None)
-    steps = broadcast_from_rank_0(lambda: count_steps(counted))
-    passes = config.steps / max(1, steps) if config.steps else float(counted.config.epochs)
-    if not config.steps:
+        if config.data.is_synthetic:
+            return resolved_run
+        passes = broadcast_from_rank_0(lambda: _open_loader(resolved_run).count_passes(config.steps))
+        if passes is None:
+            return resolved_run
+        passes_text = f"about {passes:.1f} passes" if passes >= 0.1 else "fewer than 0.1 passes"
+    else:
+        counted_config = dataclasses.replace(config, epochs=config.epochs or 1)
+        counted = dataclasses.replace(resolved_run, config=counted_config)
+        steps = broadcast_from_rank_0(lambda: count_steps(counted))
         # A run has either; from here on, it has both, because its data end after so many steps.
         validate_config(dataclasses.replace(config, steps=steps, epochs=0), world_size)
-        config = dataclasses.replace(counted.config, steps=steps)
+        config = dataclasses.replace(counted_config, steps=steps)
+        passes_text = pluralize(config.epochs, "pass")
     tokens = config.steps * config.global_batch_size * config.data.seq_len
-    passes_text = pluralize(f"{passes:.1f}".removesuffix(".0"), "pass")
     note = f"{pluralize(f'{config.steps:,}', 'step')}: {passes_text} over the data, at most {tokens:,} tokens"
     return dataclasses.replace(resolved_run, config=config, run_notes=(note, *resolved_run.run_notes))
 
@@ -50,13 +55,24 @@ def count_steps(resolved_run: ResolvedRun) -> int:
     A resumed run counts from its checkpoint, because its rows so far may have been planned for fewer passes.
 
     Raises:
-        LoaderError: as :func:`~megatron_vl.data.loader.build_loader` raises them.
+        LoaderError: no sample can be used; or as :func:`~megatron_vl.data.loader.build_loader` raises it.
         CheckpointError: the checkpoint's state belongs to other data.
     """
+    loader, source = _open_loader(resolved_run), resolved_run.source_checkpoint
+    if source is None:
+        return loader.count_steps()
+    with suggest_remedy(source.path):
+        loader_state = read_loader_state(source.path, read_run_metadata(source.path)["files"])
+    if loader_state is not None:
+        restore_loader(loader, loader_state, resolved_run.config.checkpoint.dir)
+    return source.step + loader.count_steps()
+
+
+def _open_loader(resolved_run: ResolvedRun) -> RowLoader:
     from megatron_vl.data.loader import build_loader  # it imports Energon
 
-    config, source = resolved_run.config, resolved_run.source_checkpoint
-    loader = build_loader(
+    config = resolved_run.config
+    return build_loader(
         config.data,
         resolved_run.spec,
         config.model.hf,
@@ -64,10 +80,3 @@ def count_steps(resolved_run: ResolvedRun) -> int:
         rows_per_step=config.global_batch_size,
         epochs=config.epochs,
     )
-    if source is None:
-        return loader.count_steps()
-    with suggest_remedy(source.path):
-        loader_state = read_loader_state(source.path, read_run_metadata(source.path)["files"])
-    if loader_state is not None:
-        restore_loader(loader, loader_state, config.checkpoint.dir)
-    return source.step + loader.count_steps()

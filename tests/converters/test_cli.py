@@ -60,7 +60,7 @@ def test_experts_have_files_of_their_own(tmp_path: Path, capsys: pytest.CaptureF
     assert "ep=0 must be at least 1" in capsys.readouterr().err
 
 
-def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
+def test_export_of_a_training_run(tmp_path: Path, origin: Path, capsys) -> None:
     """The run's folder means its latest step; a step's folder and the weights in it are accepted as well."""
     for step in (5, 120):
         out = tmp_path / "run" / f"step_{step:08d}" / "weights"
@@ -68,6 +68,7 @@ def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
     for place in (".", "step_00000005", "step_00000005/weights"):
         words = ["--checkpoint", tmp_path / "run" / place, "--hf", origin, "--out", tmp_path / "back"]
         assert run("export", *words, "--force") == 0
+        assert ("note: exported step 120, the latest of" in capsys.readouterr().out) == (place == ".")
         assert_same_folder(origin, tmp_path / "back")
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_vl.data.packing.batch_planner import BatchPlanner
+from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state_json import state_from_json, state_to_json
 
@@ -57,6 +58,11 @@ def test_pass_trains_on_every_usable_sample_exactly_once(samples, rows, epochs, 
         return
     counts = Counter(sum(trained_samples(planner(samples, rows, epochs, packs=packs)), []))
     assert counts == {i: epochs for i in range(samples) if i % 7}
+
+
+def test_pass_without_a_usable_sample_is_refused():
+    with pytest.raises(LoaderError, match="^2 samples in a row cannot be used"):
+        planner(1, 8, 2).next_batch()
 
 
 def test_resumed_pass_ends_with_the_same_steps():

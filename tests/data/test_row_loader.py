@@ -146,6 +146,10 @@ def test_resume_on_other_ranks_and_workers_takes_the_same_samples(dataset, monke
     places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (1, 3, 1), (4, 0, 2)]
     got = list(moved(dataset, places))
     assert [flat(rows) for rows, _ in got] == [flat(rows) for rows, _ in whole]
+    passes = sum(len(flat(rows)) + sum(dropped.values()) for rows, dropped in whole) / len(read_keys(dataset))
+    loader = Run(dataset, 1).loaders[0]
+    assert loader.count_passes(7) == passes
+    assert loader.count_passes(10_000) == pytest.approx(passes / 7 * 10_000, rel=0.05)
     monkeypatch.setattr(sample_order, "LANES", 4)  # 60 samples fill no more lanes with blocks of 3
     monkeypatch.setattr(planned_rows, "SHUFFLE_BLOCK", 3)
     by_blocks = [list(moved(dataset, each)) for each in ([(4, 0, 7)], places)]

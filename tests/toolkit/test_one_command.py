@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -74,7 +75,12 @@ def test_train_converts_records_and_finds_them_again(
     assert passes in done.stdout
     command += ["--steps", "1"]
     again = run_module("toolkit", command, cwd=tmp_path, is_group=False)
-    assert "converted from" in again.stderr and "nothing to do" in again.stdout and passes in again.stdout
+    assert "converted from" in again.stderr and "nothing to do" in again.stdout
+    assert re.search(r"^1 step: about \d\d\.\d passes over the data", again.stdout, re.MULTILINE)
+    refused = run_module("toolkit", [*command, "--data.seq_len", "9"], cwd=tmp_path, is_group=False)
+    assert refused.returncode == 1 and refused.stdout == "", refused
+    assert "each is empty or longer than data.seq_len (9). Raise data.seq_len, or" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_preparation_chooses_what_the_user_leaves_out(
@@ -145,7 +151,8 @@ def test_dry_run_answers_for_records_that_no_start_has_converted(
     assert f"give another folder than {tmp_path / 'raw'} with --media-root" in refusal
     assert main([*words, "--media-root", str(tmp_path / "raw" / "media")]) == 0
     shown = capsys.readouterr()
-    assert "one pass over the data is about" in shown.out and "fits: " in shown.out
+    assert re.search(r"one pass over the data is about [1-7] rows?, 1 step at", shown.out)
+    assert "fits: " in shown.out
     assert "8 rows, 16,384 tokens" in shown.out  # rows of 2,048
     note = f"{records} is not converted yet; what follows holds for its first 256 records"
     assert note in shown.err and not (tmp_path / "runs").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -300,12 +301,14 @@ def test_folder_of_another_kind_is_named(started, prepared, peft, capsys, tmp_pa
 def test_dry_run_makes_every_check_of_a_start(prepared, peft, tiny_checkpoint, capsys, tmp_path):
     """It prints what it checked, and leaves no file; the errors are those of a start."""
     words = ["train", "--dry-run", "--nproc-per-node", "2", *options_of(prepared, tmp_path / "new")]
-    words += ["--parallel.pp", "2", "--parallel.layers", "[1,3]"]
+    words += ["--parallel.pp", "2", "--parallel.layers", "[1,3]", "--global_batch_size", "64"]
     for options in ((), ("--lora.adapter", str(peft))):
         assert main([*words, *options]) == 0
         said = capsys.readouterr().out
         assert "  stage 0: vision tower, embedding, decoder layers 0 to 0\n" in said
-        assert "one pass over the data is about" in said and "fullest rank: " in said
+        rows = re.search(r"one pass over the data is about (\d+) rows?", said)[1]
+        assert f"; a step of 64 rows reads the data about {64 / int(rows):.1f} times" in said
+        assert "fullest rank: " in said
         assert ("trained: " in said) == bool(options)
 
     file, other = tmp_path / "file", tmp_path / "other"

@@ -63,7 +63,8 @@ def _pass_text(resolved_run: ResolvedRun) -> str:
         data_statistics = count_statistics(encoder, config.model.hf)
     except UserError as error:  # the first start writes the sizes
         return f"the steps of a pass over the data are not known: {error}"
-    return describe_pass(data_statistics.pass_facts(config.global_batch_size))
+    pass_facts = data_statistics.pass_facts(config.global_batch_size)
+    return describe_pass(pass_facts, fills_rows=config.steps > 0)
 
 
 def _print_run(run: ResolvedRun, world_size: int) -> None:

@@ -55,6 +55,7 @@ def merge(options: MergeOptions) -> int:
 def export(options: ExportOptions) -> int:
     """Exports Megatron weights to a Hugging Face folder, or the adapters of a run to a PEFT folder."""
     from converters.convert import export_adapter, export_weights
+    from megatron_vl.weights.run_folder import find_latest_checkpoint
 
     from .export_step import media_note
 
@@ -62,13 +63,16 @@ def export(options: ExportOptions) -> int:
         raise UsageError("--adapter writes the adapters alone, --merge a whole model; give one of the two")
     if options.adapter and options.fp8:
         raise UsageError("--fp8 writes a whole model, --adapter the adapters alone; leave out one of the two")
-    arguments = (options.checkpoint, options.hf, options.out)
+    latest = find_latest_checkpoint(options.checkpoint)
+    arguments = (latest.path if latest else options.checkpoint, options.hf, options.out)
     if options.adapter:
         report = export_adapter(*arguments, force=options.force)
     else:
         report = export_weights(
             *arguments, force=options.force, merges_adapter=options.merge, as_fp8=options.fp8
         )
+    if latest:
+        report.notes.insert(0, f"exported step {latest.step}, the latest of {options.checkpoint}")
     report.notes += filter(None, [media_note(options.out, options.hf)])
     return _print_report(report, "" if options.adapter else options.hf.name)
 

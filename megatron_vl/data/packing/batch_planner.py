@@ -187,12 +187,15 @@ class BatchPlanner:
             samples = self._cut_samples(self._with_sizes(*self.sample_order.draw_samples(draw_count)))
             is_usable = (samples[3] > 0) & (samples[3:] <= largest_sizes).all(axis=0)
             consecutive_unusable = 0 if is_usable.any() else consecutive_unusable + samples.shape[1]
-            if consecutive_unusable > max_searched:
-                patches_text = f" or data.max_patches {self.max_patches}" if self.max_patches else ""
+            if consecutive_unusable > max_searched or consecutive_unusable == self.draw_limit:
+                limits, raised = f"longer than data.seq_len ({self.seq_len})", "data.seq_len"
+                if self.max_patches:
+                    limits += f" or has more patches than data.max_patches ({self.max_patches})"
+                    raised += " or data.max_patches"
                 raise LoaderError(
-                    f"{consecutive_unusable} samples in a row cannot be used: they have no tokens, or more"
-                    f" than data.seq_len {self.seq_len}{patches_text}. Raise these, or lower data.max_pixels"
-                    " if images fill rows; `megatron-vl data show` says how large samples are"
+                    f"{consecutive_unusable} samples in a row cannot be used: each is empty or {limits}."
+                    f" Raise {raised}, or lower data.max_pixels if images fill rows; `megatron-vl data show`"
+                    " says how large samples are"
                 )
             if not is_usable.all():
                 samples[3:, ~is_usable] = 0
