@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ from megatron_vl.system.errors import (
     UserError,
     describe_error,
     exit_code_of_error,
+    is_machine_fault,
     is_user_fixable,
 )
 from megatron_vl.train import main
 
+RECORDS = ["ENOENT", "ENOTDIR", "EACCES", "ELOOP", "ENAMETOOLONG"]
+MACHINES = ["EIO", "EMFILE", "ENFILE", "ESTALE", "ENOMEM", "ETIMEDOUT", "ENOSPC", "EBUSY"]
 ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = {"Exception", "ValueError", "RuntimeError", "OSError", "KeyError", "TypeError"}
 NOT_SHOWN = {
@@ -105,3 +109,8 @@ def test_rank_tells_a_message_or_a_traceback(monkeypatch, capfd, tmp_path, error
         assert said.startswith("megatron_vl.train: rank 0: KeyError: 'rows'\nTraceback")
     assert main(["--steps", "3"]) == 1  # another rank of this node, with the same
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", RECORDS + MACHINES)
+def test_faults_of_paths_are_the_records_and_all_others_the_machines(name: str) -> None:
+    assert is_machine_fault(OSError(getattr(errno, name), "")) == (name in MACHINES)

@@ -26,6 +26,7 @@ from megatron_vl.data.row_encoder import RawSample, RowEncoder
 from megatron_vl.data.sample.boxes import SampleObjects, boxes_in_text, compare_boxes
 from megatron_vl.data.sample.grids import image_grid
 from megatron_vl.data.sample.pixel_settings import PixelSettings
+from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.data.source.sample_sizes import (
     SampleSizeCounter,
@@ -577,8 +578,22 @@ def test_answers_to_a_split_with_boxes_have_an_iou(family: str, drawn: Path, tmp
     assert line == "0 of 3 answers (0.0%) equal their reference; mean IoU of 3 boxes 0.000"
     answers = [json.loads(answer) for answer in out.read_text().splitlines()]
     assert [answer["iou"] for answer in answers] == 3 * [[0.0]]
+    repeats = RepeatsReference(hf, config.data, (4, 4))
+    line = answer_dataset(repeats, config, tmp_path / "repeated.jsonl", print)
+    assert line == "3 of 3 answers (100.0%) equal their reference; mean IoU of 3 boxes 1.000"
     first = "(389,200),(722,567)" if family == "qwen2_vl" else "[142, 62, 263, 175]"
     assert answers[0]["reference"] == f"It is {first}."
+
+
+class RepeatsReference(Answerer):
+    """Answers with the text that it decoded last, which is the reference."""
+
+    def decode(self, token_ids: Any) -> str:
+        self.decoded = super().decode(token_ids)
+        return self.decoded
+
+    def answer(self, prompt: Any) -> tuple[GeneratedAnswer, str]:
+        return split_thinking(self.decoded, is_block_opened=False), ""
 
 
 def test_boxes_in_text_are_those_of_the_family() -> None:

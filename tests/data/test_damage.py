@@ -136,6 +136,11 @@ def test_checksum_notices_one_changed_byte(dataset):
     reasons = Counter(reason for reason, _ in dropped.values())
     assert reasons == {"text changed since conversion": 1, "image changed since conversion": 1}
     assert "000000000" not in used and all(key in used for key in dropped if key != "000000000")
+    (damaged,) = dropped.keys() - {"000000000"}
+    row = next(row for row in loader(dataset) if damaged in row.sample_keys)
+    at = row.sample_keys.index(damaged)
+    begin, end = row.cu_seqlens[at : at + 2].tolist()
+    assert not row.loss_mask[begin:end].any() and row.loss_mask.any()
 
 
 def test_dropped_sample_names_its_input_record(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,64 @@ def test_parts_of_documents_come_once_a_pass_and_hold_every_token(dataset, famil
 
     validated = tokens_by_sample(list(validation_rows(config, read_spec(hf), hf, "train")))
     assert validated == found
+
+
+def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, talks, tmp_path):
+    """A run over documents and conversations stops after each of its steps, and continues on two ranks."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend_epochized:\n"
+        f"      - {{path: {dataset}, repetitions: 1}}\n      - {{path: {talks}, repetitions: 2}}\n"
+    )
+    config = settings(mixture)
+
+    def loaders(ranks: int, state: dict | None) -> list[Any]:
+        made = [
+            open_loader(config, hf, dp_rank=rank, dp=ranks, rows_per_step=4, epochs=2)
+            for rank in range(ranks)
+        ]
+        for one in made:
+            if state is not None:
+                one.load_state_dict(state)
+        return made
+
+    [straight] = loaders(1, None)
+    steps: list[list[TrainingRow]] = []
+    states = [straight.state_dict()]
+    for row in straight:
+        if not steps or len(steps[-1]) == 4:
+            steps.append([])
+        steps[-1].append(row)
+        if len(steps[-1]) == 4:
+            states.append(straight.state_dict())
+    whole = tokens_by_sample([row for step in steps for row in step])
+    parts = {key for key in whole if "#" in key[1]}
+    assert len(parts) > 20 and {source for source, _ in parts} == {0, 1}
+    assert {len(drawn) for (source, _), drawn in whole.items() if source == 0} == {2}, "two passes"
+    assert {len(drawn) for (source, _), drawn in whole.items() if source == 1} == {4}
+
+    waited = 0
+    for stop in range(0, len(steps), 2):
+        waiting = straight_waiting(states[stop])
+        waited += int((waiting[1] >> 40 > 0).sum()) if waiting is not None else 0
+        ranks = loaders(2, states[stop])
+        for step in steps[stop:]:
+            resumed = [row for rank in ranks for row in islice(rank, 2)]
+            assert Counter(key for row in resumed for key in row.sample_keys) == Counter(
+                key for row in step for key in row.sample_keys
+            )
+            assert sorted(row.tokens.tolist() for row in resumed) == sorted(
+                row.tokens.tolist() for row in step
+            )
+    assert waited, "no part waited at any stop"
+
+
+def straight_waiting(state: dict[str, Any]) -> np.ndarray | None:
+    from megatron_vl.data.state_json import state_from_json
+
+    planned = state_from_json(state["planner"])
+    return None if planned is None else planned["waiting"]
 
 
 def test_documents_that_are_too_long_are_left_out_if_the_run_says_so(dataset):

@@ -391,6 +391,12 @@ def test_tokenizer_digest_ignores_how_files_are_written(tmp_path):
     written, rewritten = (str(folder / "tokenizer.json") for folder in (hf(), other))
     digest = compute_tokenizer_digest(Tokenizer.from_file(written))
     assert compute_tokenizer_digest(Tokenizer.from_file(rewritten)) == digest
+    changes = {"normalizer": None, "pre_tokenizer": None, "added_tokens": fields["added_tokens"][:-1]}
+    for name, value in (*changes.items(), ("model", model | {"merges": model["merges"][:-1]})):
+        assert fields[name] != value
+        (other / "tokenizer.json").write_text(json.dumps(fields | {name: value}))
+        assert compute_tokenizer_digest(Tokenizer.from_file(rewritten)) != digest, name
+    (other / "tokenizer.json").write_text(json.dumps(fields))
     permute_tokens(other)
     assert compute_tokenizer_digest(Tokenizer.from_file(rewritten)) != digest
 
@@ -576,6 +582,13 @@ def exclude(folder: Path, *names: str) -> None:
     assert read_description(folder).excluded_names == list(names)
 
 
+def sizes_by_shard(folder: Path) -> dict[str, bytes]:
+    sizes_name = compute_tokenization_id(hf(), read_spec(hf()), data_config(folder))
+    sizes = open_stored_sizes(folder / METADATA_DIR, sizes_name)
+    ranges = sizes.shard_ranges.items()
+    return {name: sizes.sample_records["tokens"][begin : begin + n].tobytes() for name, (begin, n) in ranges}
+
+
 def test_index_measures_shards_that_are_no_longer_excluded(dataset, tmp_path, capsys):
     """Sizes without it are those of other shards, although the content is the same."""
     folder = tmp_path / "set"
@@ -585,6 +598,9 @@ def test_index_measures_shards_that_are_no_longer_excluded(dataset, tmp_path, ca
     shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
     words = ["data", "index", "--model.hf", str(hf()), "--workers", "1", "--data.path", str(folder)]
     assert main(words) == 0
+    some, all_sizes = sizes_by_shard(folder), sizes_by_shard(dataset)
+    middle = all_sizes.pop("train-000001.tar")
+    assert some == all_sizes and middle not in some.values()
     exclude(folder)
     assert lacking(folder) == [folder]
     assert main(words) == 0 and "were there" not in capsys.readouterr().out

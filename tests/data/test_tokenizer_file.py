@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -159,12 +160,12 @@ def test_added_tokens_keep_their_lstrip_and_rstrip(tmp_path):
     assert trained == ["a", "<|box_start|>", "b", "<|im_end|>"]  # both tokens have taken white space
 
 
-def start(folder: Path, tmp_path: Path):
+def start(folder: Path, tmp_path: Path, tp: int = 1):
     """What a start asks for first."""
     if not (tmp_path / "data").exists():
         describe_data(tmp_path / "data")
     fields = ["--model.hf", str(folder), "--data.path", str(tmp_path / "data"), "--platform", "cpu"]
-    return resolve_run(parse_config([*fields, "--data.seq_len", "512"]), 1)
+    return resolve_run(parse_config([*fields, "--data.seq_len", "512", "--parallel.tp", str(tp)]), tp)
 
 
 def test_start_names_the_class_that_replaces_rules(folder, tmp_path):
@@ -194,6 +195,7 @@ def test_token_without_a_row_in_the_embedding_is_refused(tmp_path):
     with_tokens(folder, rows - used)  # the last one has the last row
     ChatEncoder(folder, spec)
     with_tokens(folder, rows - used + 1)
-    for refuse in (lambda: ChatEncoder(folder, spec), lambda: start(folder, tmp_path)):
+    starts = [partial(start, folder, tmp_path, tp) for tp in (1, 2)]
+    for refuse in (partial(ChatEncoder, folder, spec), *starts):
         with pytest.raises(ChatError, match=rf"token ids up to {rows} .*embedding has {rows} rows"):
             refuse()

@@ -95,8 +95,9 @@ def test_templates_that_drop_other_texts_are_refused(encoder):
             trained_text(changed, {"messages": messages})
 
 
-def test_ordinary_answers_are_accepted(encoder):
-    for record in ordinary_records(150, seed=len(encoder.chat_template)):  # for each of three templates
+@pytest.mark.parametrize("count", [150, pytest.param(350, marks=pytest.mark.full)])
+def test_ordinary_answers_are_accepted(encoder, count):
+    for record in ordinary_records(count, seed=len(encoder.chat_template)):  # for each of three templates
         trained_text(encoder, record)
 
 

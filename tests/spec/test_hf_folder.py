@@ -91,6 +91,10 @@ REFUSED = {
         in_section("vision_config", "quantization_config", FP8),
         r"field 'vision_config.quantization_config'",
     ),
+    "bitsandbytes in the text": (
+        in_section("text_config", "quantization_config", {"quant_method": "bitsandbytes"}),
+        r"quantised \(bitsandbytes\)",
+    ),
     "MLX": (in_section("", "quantization", {"bits": 4}), r"field 'quantization'"),
     "ModelOpt": (
         file("hf_quant_config.json", "{}"),
