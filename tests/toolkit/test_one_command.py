@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 from pathlib import Path
 
@@ -114,6 +115,31 @@ def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path: Path, tin
     assert "6 of 6 records converted" in done.stderr and "quarantine.jsonl" not in done.stderr
     remedy = "Too many open files; raise the limit of open files (`ulimit -n`) where"
     assert done.returncode == 0 or remedy in done.stderr
+
+
+@pytest.mark.parametrize(
+    "record,options,texts",
+    [
+        ({"q": "Which?", "a": "That.", "pic": "dot.png"},
+         {"columns": "q=user,a=assistant,pic=image", "missing_markers": "first"}, ["Which?", "That."]),
+        ({"image": "dot.png", "caption": "A dot."},
+         {"caption_prompt": "What is it?"}, ["What is it?", "A dot."]),
+    ],
+)  # fmt: skip
+def test_options_for_records_reach_the_samples(
+    record: dict[str, str], options: dict[str, str], texts: list[str], tmp_path: Path, tiny_checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    records = questions(tmp_path / "raw", count=0)
+    records.write_text(json.dumps([record]))
+    roots = [tmp_path / "raw" / "media"]
+    config = prepared(records, tiny_checkpoint("qwen2_5_vl"), media_root=roots, **options)
+    with tarfile.open(next(Path(str(config.data.path)).glob("*.tar"))) as shard:
+        sample = next(shard.extractfile(member).read() for member in shard if member.name.endswith(".json"))
+    user, assistant = json.loads(sample)["messages"]
+    image, question = user["content"]
+    assert image["type"] == "image" and [question["text"], assistant["content"]] == texts
 
 
 def test_validation_split_is_part_of_what_was_converted(
