@@ -121,7 +121,7 @@ def accepted_share(hf: Path, samples: list[TokenizedSample], platform: Platform)
     step = [samples[i::ROWS] for i in range(ROWS)]
     [result] = train_on_samples(config_of(hf, 1, 0.0, MtpConfig(loss=1.0)), [step], platform)
     assert result.mtp is not None
-    return f"{result.mtp.first} of {result.mtp.tokens} ({result.mtp.first / result.mtp.tokens:.0%})"
+    return f"{result.mtp.top1_hits} of {result.mtp.tokens} ({result.mtp.top1_hits / result.mtp.tokens:.0%})"
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def run_passes(trainer: Trainer, kinds: list[list[str]]) -> list[float]:
     device, has_mtp = trainer.platform.device, bool(trainer.config.mtp.loss)
     loss, tokens, _, _, mtp = reduce_losses(reports, trainer.grid, device, has_mtp=has_mtp)
     complete_gradients(trainer, tokens)
-    return [loss / tokens, *([mtp.loss_sum / mtp.tokens, mtp.tokens, mtp.first] if mtp else [])]
+    return [loss / tokens, *([mtp.loss_sum / mtp.tokens, mtp.tokens, mtp.top1_hits] if mtp else [])]
 
 
 def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
