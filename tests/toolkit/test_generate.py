@@ -55,9 +55,12 @@ def greedy_answer(reference: DemoReference, record: dict[str, Any], media: Path,
     "family", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.full), "qwen3_5"]
 )
 def test_generate_equals_transformers_with_its_own_processor(
-    family: str, records: Any, tiny_checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    family: str, records: Any, tiny_checkpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """An image, two images, text alone and a video, from a data set."""
+    # As in a process that uses the platform of the CPU. It is float32 there too.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     media, conversations = records
     hf = tiny_checkpoint(family, dtype=torch.float32, max_pixels=252 * 252)
     (tmp_path / "data.json").write_text(json.dumps(conversations))

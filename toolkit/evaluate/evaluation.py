@@ -32,6 +32,7 @@ from megatron_vl.weights.tensor_files import DTYPE_BY_CODE, dtype_name
 from megatron_vl.weights.trained_media import exported_facts
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import check_hf_folder
+from toolkit.common.launch import usable_gpus
 from toolkit.evaluate.options import EvaluateOptions
 from toolkit.evaluate.sandbox import choose_sandbox, copy_data, process_variables
 from toolkit.evaluate.vlmevalkit_adapter import NO_JUDGE, QUESTION_COUNT_FILE, UNUSABLE_FILE
@@ -155,7 +156,7 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     weights_dtype = DTYPE_BY_CODE.get(codes.most_common(1)[0][0], torch.bfloat16)
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
     model_bytes *= 2 if isinstance(tensor_folder, Fp8Folder) else 1  # it is loaded in bfloat16
-    num_gpus = torch.cuda.device_count()
+    num_gpus = usable_gpus()
     return {
         "thinking": options.thinking,
         "judge": options.judge.partition("@")[0] or NO_JUDGE,

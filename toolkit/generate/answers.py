@@ -28,6 +28,7 @@ from megatron_vl.weights.run_folder import export_dir_path, step_of_dir
 from megatron_vl.weights.trained_media import ARGUMENTS_KEY, MEDIA_KEY, exported_facts, read_export_facts
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import follow_video_positions, greedy_settings, load_hf_model
+from toolkit.common.launch import usable_gpus
 from toolkit.common.sample_encoder import SampleEncoder
 from toolkit.parity.reference import hf_inputs
 from toolkit.weights.export_step import ExportJob, export_step
@@ -97,7 +98,7 @@ class Answerer:
         self.encoder = SampleEncoder(hf_dir, data_config)
         self.pixel_norm = read_pixel_norm(hf_dir)
         self.stop_token_ids = read_stop_tokens(hf_dir, self.encoder.chat_encoder.tokenizer)
-        num_gpus = torch.cuda.device_count()
+        num_gpus = usable_gpus()
         dtype = dtype or (torch.bfloat16 if num_gpus else torch.float32)
         # Several GPUs share a model that one cannot hold.
         self.model = load_hf_model(hf_dir, dtype, "auto" if num_gpus > 1 else None)
