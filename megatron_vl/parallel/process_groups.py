@@ -154,7 +154,7 @@ def broadcast_from_rank_0[T](make_result: Callable[[], T]) -> T:
             rank_0_error = caught_error
 
     sent_values = [result, _sendable_error(rank_0_error)]
-    dist.broadcast_object_list(sent_values)  # with the error, or the other ranks would wait for ever
+    dist.broadcast_object_list(sent_values)  # with the error, or the other ranks would wait forever
     if sent_values[1] is not None:
         dist.barrier()  # no rank ends before all have the message
         raise rank_0_error or sent_values[1]

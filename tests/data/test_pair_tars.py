@@ -482,7 +482,7 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf, monke
 
 def test_index_in_a_store_reads_ranges_and_a_start_reads_no_tar(store, tmp_path, hf, monkeypatch):  # noqa: F811
     """Worked out by hand. In the first tar, each image takes 4 MiB: a window of 1 MiB has its header and
-    head, and the next one the caption behind it and the next image's head."""
+    head, and the next one the caption after it and the next image's head."""
     members = []
     for number in range(3):
         image, caption = pair_members(f"{number:04d}", 5 * number, f"An image with the number {number}")

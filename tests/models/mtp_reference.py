@@ -267,33 +267,33 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
     return {"ok": result["ok"], "steps": [result]}
 
 
-def keep_outputs(trainer: Trainer, kept: list[Tensor]) -> None:
+def keep_outputs(trainer: Trainer, outputs: list[Tensor]) -> None:
     """Keeps the layer's hidden states of each row, and then the losses of both that count, as computed."""
     chunk = trainer.model_chunks[-1].module
     if chunk.mtp is None:
         return
 
     def keep_states(module: Any, arguments: Any, states: Tensor) -> None:
-        kept.append(states.detach()[:, 0].float().cpu())
+        outputs.append(states.detach()[:, 0].float().cpu())
 
     def keep_losses(module: Any, arguments: Any, losses: Tensor) -> None:
         [row] = arguments
         masks = torch.stack((row.loss_mask, row.whole_row.two_ahead[1]))
-        kept.append((losses[:2].detach() * masks).float().cpu())
+        outputs.append((losses[:2].detach() * masks).float().cpu())
 
     chunk.mtp.register_forward_hook(keep_states)
     chunk.register_forward_hook(keep_losses)
 
 
 def output_errors(
-    trainer: Trainer, kept: list[Tensor], lengths: list[list[int]], expected: dict[str, Tensor]
+    trainer: Trainer, outputs: list[Tensor], lengths: list[list[int]], expected: dict[str, Tensor]
 ) -> dict[str, float]:
     """The relative L2 errors of the layer's hidden states, and of single tokens' losses. Collective.
 
     Args:
         lengths: of the samples of each row of the global batch.
     """
-    grid, parts = trainer.grid, {"states": kept[::2], "losses": kept[1::2]}
+    grid, parts = trainer.grid, {"states": outputs[::2], "losses": outputs[1::2]}
     if grid.tp_rank:
         parts["losses"] = []
         if not trainer.config.parallel.sequence_parallel:

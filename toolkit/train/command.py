@@ -164,12 +164,13 @@ def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: b
             raise RunConfigError(
                 "evaluation needs samples that are set aside: give --val-fraction, such as 0.1"
             )
-    elif given := options.given_flags():
-        raise RunConfigError(
-            f"data.path {config.data.path} holds no records, so leave out {', '.join(given)}"
-        )
-    elif not config.data.is_synthetic:
-        check_data_path(config.data.path)
+    else:
+        if not config.data.is_synthetic:
+            check_data_path(config.data.path)
+        if given := options.given_flags():
+            raise RunConfigError(
+                f"data.path {config.data.path} holds no records, so leave out {', '.join(given)}"
+            )
     check_output_dir("checkpoint.dir", config.checkpoint.dir)
     if is_hub_name(config.model.hf):
         return
