@@ -52,6 +52,15 @@ def rename_path(old_path: Path, new_path: Path) -> None:
     fsync_path(new_path.parent)
 
 
+def begin_flush(file_descriptor: int, start: int, num_bytes: int) -> None:
+    """Lets the system write a range of a file to the disk from now on, while more of it is produced.
+
+    Otherwise the disk waits until the page cache holds a tenth of the memory, or for :func:`fsync_file`.
+    """
+    if num_bytes >= _BLOCK_BYTES:  # a smaller range would be written again with its neighbours
+        os.posix_fadvise(file_descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
 @contextlib.contextmanager
 def open_new_file(final_path: Path) -> Iterator[BinaryIO]:
     """A context with the open file ``NAME.partial``, which gets its final name ``NAME`` at the end.

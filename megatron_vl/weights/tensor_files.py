@@ -307,6 +307,7 @@ class TensorWriter:
             if hashes:
                 hasher.update(chunk_bytes)
             self._write_at(chunk_bytes, file_offset)
+            durable_files.begin_flush(self._file_descriptor, file_offset, len(chunk_bytes))
             file_offset += len(chunk_bytes)
 
         if file_offset != end_offset:

@@ -240,9 +240,10 @@ def write_hashed_safetensors(
             for start in range(0, len(view), _CHUNK_BYTES):
                 piece = view[start : start + _CHUNK_BYTES]
                 file.write(piece)
+                durable_files.begin_flush(file.fileno(), num_bytes, len(piece))
                 sha256.update(piece)
                 progress.note_progress()
-            num_bytes += len(view)
+                num_bytes += len(piece)
     return {"bytes": num_bytes, "sha256": sha256.hexdigest()}
 
 
