@@ -442,6 +442,8 @@ class Trainer:
         # skipped steps of a run that seems to have ended well.
         if len(self.consecutive_skips) >= (2 if self.step == self.config.steps else MAX_SKIPPED_STEPS):
             raise TrainingStopped(skipped_steps_message(self.consecutive_skips, self.step))
+        if self.step == self.config.steps == self.skipped_steps[NO_GRADIENT]:
+            raise TrainingStopped(f"nothing was trained: in every step, {SKIP_TEXTS[NO_GRADIENT]}")
 
         if step_result.any_rank_failed:
             own_error = self.checkpoint_saver.save_error if self.checkpoint_saver is not None else None

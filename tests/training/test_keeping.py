@@ -53,6 +53,20 @@ def test_skipped_steps_delete_no_good_checkpoint(prepared: dict[str, Path], tmp_
 
 
 @pytest.mark.ranks
+def test_run_of_the_tower_without_any_image_fails_at_its_end(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    tower_on_text = ["--model.freeze_language", "true", "--data.path", "synthetic:text", "--steps", "4"]
+    first_half = ["--stop_after", "2"]
+    run, quick = tmp_path / "run", ["--data.num_workers", "0"]
+    stopped, failed = trainings(
+        prepared, (run, [*quick, *tower_on_text, *first_half]), (run, [*quick, *tower_on_text])
+    )
+    assert "trained 2 steps" in stopped and "nothing was trained" not in stopped
+    assert "nothing was trained: in every step, every gradient is zero; parts of the vision tower" in failed
+
+
+@pytest.mark.ranks
 def test_records_that_a_kill_cut_off_are_made_up_at_the_next_start(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:
