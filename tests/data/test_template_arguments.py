@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from converters.convert import convert_weights, export_weights
 from data_tools.formats import RecordError, read_conversation
@@ -32,7 +33,7 @@ from tests.data.test_thinking import (
     pieces,
     write_thinking_folder,
 )
-from tests.support.run_json import write_run_json
+from tests.support.tiny_run import prepare, trainings
 from tests.tiny import tiny_checkpoint
 from toolkit.generate.answers import with_trained_media
 
@@ -134,33 +135,41 @@ def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
     assert """ --data.template_arguments '{"add_vision_id": true}'`""" in advice
 
     state = open_loader(without, hf).state_dict()
-    with pytest.raises(LoaderStateError, match=r"saved with template_arguments = \{\}, this loader has \{"):
-        open_loader(numbered, hf).load_state_dict(state)
     del state["identity"]["template_arguments"]  # as version 0.2.0 wrote it
     open_loader(without, hf).load_state_dict(state)
     with pytest.raises(LoaderStateError, match=r"set data\.template_arguments back"):
         open_loader(numbered, hf).load_state_dict(state)
 
 
-def test_exports_name_the_arguments(tmp_path) -> None:
-    """Those of the run, also none: they replace those of the export with which the run began."""
-    shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "hf")
+@pytest.mark.ranks
+def test_run_and_its_export_name_the_arguments(tmp_path) -> None:
+    """Those of the run, also none: they replace those of the export with which the run began. A resume with
+    others is refused."""
+    prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), samples=4)
+    numbered = {"add_vision_id": True}
 
-    def exported(name: str, hf: Path, arguments: dict) -> Path:
-        step = tmp_path / f"run_{name}" / "step_00000001"
-        convert_weights(hf, step / "weights")
-        write_run_json(step, {"fields": {"data.max_pixels": 3136, "data.template_arguments": arguments}})
-        export_weights(step, hf, tmp_path / name)
-        return tmp_path / name
+    def start(name: str, steps: int, **arguments: object) -> tuple[Path, list[str]]:
+        options = f"--steps {steps} --optimizer.warmup_steps 0 --global_batch_size 1 --data.num_workers 0".split()
+        return tmp_path / name, [*options, "--data.template_arguments", json.dumps(arguments)]
 
-    first = exported("first", tmp_path / "hf", {"enable_thinking": False})
+    def exported(name: str, hf: Path) -> Path:
+        step = tmp_path / name / "step_00000001"
+        export_weights(step, hf, tmp_path / f"{name}_hf")
+        return tmp_path / f"{name}_hf"
+
+    _, refused = trainings(prepared, start("first", 1, **numbered), start("first", 2))
+    assert f"saved with template_arguments = {numbered}, this loader has {{}}" in refused
+    run_json = json.loads((tmp_path / "first/step_00000001/run.json").read_text())
+    assert run_json["fields"]["data.template_arguments"] == numbered
+    first = exported("first", prepared["hf"])
     facts = json.loads((first / EXPORT_FACTS_FILE).read_text())
-    assert facts["template_arguments"] == {"enable_thinking": False}
-    assert with_trained_media(DataConfig(), first).template_arguments == {"enable_thinking": False}
+    assert facts["template_arguments"] == numbered
+    assert with_trained_media(DataConfig(), first).template_arguments == numbered
     convert_weights(first, tmp_path / "again")
-    export_weights(tmp_path / "again", tmp_path / "hf", tmp_path / "back")
+    export_weights(tmp_path / "again", prepared["hf"], tmp_path / "back")
     again = json.loads((tmp_path / "back" / EXPORT_FACTS_FILE).read_text())
     assert again["template_arguments"] == facts["template_arguments"]
 
-    second = exported("second", first, {})
+    trainings(prepared | {"hf": first}, start("second", 1))
+    second = exported("second", first)
     assert "template_arguments" not in json.loads((second / EXPORT_FACTS_FILE).read_text())
