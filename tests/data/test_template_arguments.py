@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,11 +29,12 @@ from tests.data.test_thinking import (
     OPEN,
     PLAIN,
     QUESTION,
+    TEMPLATES,
     THOUGHT,
     pieces,
     write_thinking_folder,
 )
-from tests.support.tiny_run import prepare, trainings
+from tests.support.tiny_run import metrics, prepare, trainings
 from tests.tiny import tiny_checkpoint
 from toolkit.generate.answers import with_trained_media
 
@@ -146,30 +147,36 @@ def test_run_and_its_export_name_the_arguments(tmp_path) -> None:
     """Those of the run, also none: they replace those of the export with which the run began. A resume with
     others is refused."""
     prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), samples=4)
-    numbered = {"add_vision_id": True}
+    path, _ = converted(tmp_path, [{"messages": [QUESTION, THOUGHT, NEXT, PLAIN]}])
+    data = DataConfig(path=str(path), chat_template=f"{TEMPLATES / LATER}.chat_template.jinja")
+    for arguments in (PRESERVE, {}):  # else each run does it
+        open_loader(replace(data, template_arguments=arguments), prepared["hf"])
+    options = f"--data.path {path} --data.chat_template {data.chat_template}"
+    options += " --data.seq_len 80 --optimizer.warmup_steps 0 --global_batch_size 1 --data.num_workers 0"
 
     def start(name: str, steps: int, **arguments: object) -> tuple[Path, list[str]]:
-        options = f"--steps {steps} --optimizer.warmup_steps 0 --global_batch_size 1 --data.num_workers 0".split()
-        return tmp_path / name, [*options, "--data.template_arguments", json.dumps(arguments)]
+        words = [*options.split(), "--steps", str(steps), "--data.template_arguments", json.dumps(arguments)]
+        return tmp_path / name, words
 
-    def exported(name: str, hf: Path) -> Path:
-        step = tmp_path / name / "step_00000001"
-        export_weights(step, hf, tmp_path / f"{name}_hf")
-        return tmp_path / f"{name}_hf"
+    def exported(name: str, hf: Path) -> tuple[Path, dict]:
+        export_weights(tmp_path / name / "step_00000001", hf, tmp_path / f"{name}_hf")
+        return tmp_path / f"{name}_hf", json.loads((tmp_path / f"{name}_hf" / EXPORT_FACTS_FILE).read_text())
 
-    _, refused = trainings(prepared, start("first", 1, **numbered), start("first", 2))
-    assert f"saved with template_arguments = {numbered}, this loader has {{}}" in refused
+    starts = start("first", 1, **PRESERVE), start("first", 2), start("second", 1)
+    refused = trainings(prepared, *starts)[1]
+    assert f"saved with template_arguments = {PRESERVE}, this loader has {{}}" in refused
     run_json = json.loads((tmp_path / "first/step_00000001/run.json").read_text())
-    assert run_json["fields"]["data.template_arguments"] == numbered
-    first = exported("first", prepared["hf"])
-    facts = json.loads((first / EXPORT_FACTS_FILE).read_text())
-    assert facts["template_arguments"] == numbered
-    assert with_trained_media(DataConfig(), first).template_arguments == numbered
+    assert run_json["fields"]["data.template_arguments"] == PRESERVE
+    first, facts = exported("first", prepared["hf"])
+    assert facts["template_arguments"] == PRESERVE
+    assert with_trained_media(DataConfig(), first).template_arguments == PRESERVE
     convert_weights(first, tmp_path / "again")
     export_weights(tmp_path / "again", prepared["hf"], tmp_path / "back")
     again = json.loads((tmp_path / "back" / EXPORT_FACTS_FILE).read_text())
     assert again["template_arguments"] == facts["template_arguments"]
 
-    trainings(prepared | {"hf": first}, start("second", 1))
-    second = exported("second", first)
-    assert "template_arguments" not in json.loads((second / EXPORT_FACTS_FILE).read_text())
+    _, facts = exported("second", first)
+    assert "template_arguments" not in facts
+    # Each character is a token, except for "hi". "Hm.", the end of the block and three breaks are 13.
+    trained = {name: metrics(tmp_path / name)[0]["loss_tokens"] for name in ("first", "second")}
+    assert trained == {"first": 13 + len("No.|Yes.|"), "second": len("No.|Yes.|")}
