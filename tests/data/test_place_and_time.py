@@ -1,6 +1,6 @@
-"""A clip, times of images, limits of one medium, a template argument, a call, a late system turn, two users in
-a row, boxes in each frame of reference and a point: from records through the loader to a step of training, with
-what the model sees written by hand."""
+"""A clip, times of images, limits of one medium, a template argument, a call, a late system turn, two users
+in a row, boxes and a point: from records through the loader to a step of training, with what the model sees
+written by hand."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 
 from converters.convert import convert_weights, export_weights
 from data_tools.formats import RecordError, read_conversation
-from megatron_vl.config import DataConfig, parse_config
+from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError, ChatTemplateError
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id, missing_sizes_advice
@@ -111,14 +111,6 @@ def test_arguments_of_a_record_must_be_an_object(written) -> None:
     with pytest.raises(RecordError) as caught:
         read_conversation({"messages": [QUESTION, PLAIN], "chat_template_kwargs": written})
     assert caught.value.field_path == "chat_template_kwargs"
-
-
-def test_config_takes_arguments_from_file_and_command_line(tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text("data:\n  template_arguments: {preserve_thinking: true}\n")
-    words = ["--config", str(tmp_path / "run.yaml"), "--model.hf", "x"]
-    assert parse_config(words).data.template_arguments == PRESERVE
-    other = parse_config([*words, "--data.template_arguments", '{"enable_thinking": false}'])
-    assert other.data.template_arguments == {"enable_thinking": False}
 
 
 def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
