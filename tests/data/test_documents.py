@@ -32,6 +32,7 @@ from toolkit.data.statistics import facts_sentences
 
 from .datasets import converted, open_loader, turns
 from .media import encoded, write
+from .mixtures import write as write_blend
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 START, END, STOP = "<|vision_start|>", "<|vision_end|>", "<|endoftext|>"
@@ -278,12 +279,8 @@ def test_parts_of_documents_come_once_a_pass_and_hold_every_token(dataset, famil
 def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, talks, tmp_path):
     """A run over documents and conversations stops after each of its steps, and continues on two ranks."""
     hf = tiny_checkpoint("qwen2_5_vl")
-    mixture = tmp_path / "mixture.yaml"
-    mixture.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend_epochized:\n"
-        f"      - {{path: {dataset}, repetitions: 1}}\n      - {{path: {talks}, repetitions: 2}}\n"
-    )
-    config = settings(mixture)
+    parts = [{"path": str(dataset), "repetitions": 1}, {"path": str(talks), "repetitions": 2}]
+    config = settings(write_blend(tmp_path, train={"blend_epochized": parts}))
 
     def loaders(ranks: int, state: dict | None) -> list[Any]:
         made = [

@@ -12,6 +12,7 @@ from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, turns
+from tests.data.mixtures import write
 from tests.data.pair_tars import index, write_pair_tars
 from tests.data.test_documents import documents
 from tests.support.tiny_run import metrics, prepare, trained, trainings
@@ -37,14 +38,9 @@ def test_documents_pairs_and_conversations_survive_changes_of_layout(tmp_path: P
         index_datasets(DataConfig(path=str(folder)), read_spec(hf), hf)
     write_pair_tars(tmp_path / "tars", tars=2, pairs=6)
     index(tmp_path / "pairs", hf, tmp_path / "tars")
-    mixture = tmp_path / "mixture.yaml"
-    mixture.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        f"      - {{path: {path}, weight: 2}}\n      - {{path: {prepared['data']}, weight: 4}}\n"
-        f"      - {{path: {tmp_path / 'pairs'}, weight: 6}}\n"
-        f"      - {{path: {written}, weight: 2}}\n"
-    )
-    options = [*OPTIONS, "--data.path", str(mixture)]
+    weights = {path: 2, prepared["data"]: 4, tmp_path / "pairs": 6, written: 2}
+    parts = [{"path": str(part), "weight": weight} for part, weight in weights.items()]
+    options = [*OPTIONS, "--data.path", str(write(tmp_path, train={"blend": parts}))]
     trained(prepared, tmp_path / "whole", *options, ranks=1)
     wanted = samples(tmp_path / "whole")
     assert len(wanted) == 6 and sum("#" in key for keys in wanted.values() for key in keys) > 12
