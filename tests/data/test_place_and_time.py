@@ -1,6 +1,6 @@
-"""A clip, times of images, limits of one medium, a template argument, a call, a late system turn, two users
-in a row, boxes and a point: from records through the loader to a step of training, with what the model sees
-written by hand."""
+"""A clip, times of images, limits of one medium, a template argument, a call, late system turns, two turns of
+a role in a row, boxes and a point: from records through the loader to a step of training, with what the model
+sees written by hand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ RECORDS = [
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
             {"role": "tool", "content": [TURNED, {"type": "text", "text": "seen"}]},
             {"role": "assistant", "content": "A cat."},
-            {"role": "system", "content": "Be brief."},
+            {"role": "assistant", "content": "Look."},
+            *[{"role": "system", "content": "Be brief."}] * 2,
             {"role": "user", "content": "And?"},
             {"role": "assistant", "content": "<bbox><point>"},
             {"role": "user", "content": "What?"},  # is left out
@@ -108,8 +109,9 @@ CALLED += " <|im_end|>"
 def trace(rows: int, answer: str) -> list[Run]:
     """The call and what follows; its image has so many rows of two."""
     before = f"{USER} Look . {STOP} {START} assistant Ċ {CALLED} Ċ {START} user Ċ <tool _response >Ċ {BEGIN}"
-    after = f"{END} seen Ċ </ tool _response > {STOP} {START} assistant Ċ A Ġcat . {STOP} {START} system Ċ"
-    after += f" Be Ġbrief . {STOP} {START} user Ċ And ? {STOP} {START} assistant Ċ {answer} {STOP}"
+    after = f"{END} seen Ċ </ tool _response > {STOP} {START} assistant Ċ A Ġcat . {STOP}"
+    after += f" {START} assistant Ċ Look . {STOP}" + f" {START} system Ċ Be Ġbrief . {STOP}" * 2
+    after += f" {START} user Ċ And ? {STOP} {START} assistant Ċ {answer} {STOP}"
     return [(0, before.split()), Unit(55, rows, 2, "<|image_pad|>"), (55 + rows, after.split())]
 
 
@@ -173,7 +175,8 @@ ANSWERS: dict[str, list[list[str]]] = {}
 for key, (box, resized, point) in BOXES.items():
     rows, said = 4 if key == "text" else 5, [box, box, resized]
     GOLDEN[key] += [trace(rows, f"{box} {point}"), *(place(rows, answer) for answer in said)]
-    said = ["It Ġgets Ġbrighter ."] * 3 + [f"{CALLED} A Ġcat . <|im_end|> {box} {point}", *said]
+    called = f"{CALLED} A Ġcat . <|im_end|> Look . <|im_end|> {box} {point}"
+    said = ["It Ġgets Ġbrighter ."] * 3 + [called, *said]
     ANSWERS[key] = [f"{answer} <|im_end|>".split() for answer in said]
 
 
