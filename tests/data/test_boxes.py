@@ -548,18 +548,8 @@ def test_conversion_says_how_many_answers_have_boxes_of_an_unsaid_frame(tmp_path
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_page_draws_the_boxes_that_the_sample_reads(family: str, drawn: Path, tmp_path: Path, capsys) -> None:
     hf, page = tiny_files(family, tmp_path / "hf"), tmp_path / "page.html"
-    words = [
-        "data",
-        "show",
-        "--data.path",
-        str(drawn),
-        "--model.hf",
-        str(hf),
-        "--sample",
-        "000000004",
-        "--json",
-    ]
-    assert main([*words, "--html", str(page)]) == 0
+    words = f"data show --data.path {drawn} --model.hf {hf} --sample 000000004 --json --html {page}"
+    assert main(words.split()) == 0
     (medium,) = json.loads(capsys.readouterr().out)["media"]
     height, width = medium["resized"]
     x1, y1, x2, y2 = (n * (width / 360, height / 300)[i % 2] for i, n in enumerate(CORNERS))
