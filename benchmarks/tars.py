@@ -2,7 +2,7 @@
 
     python -m benchmarks.tars --hf HF_DIR --out FOLDER              one core: the loader beside webdataset
     python -m benchmarks.tars --hf HF_DIR --out FOLDER --store      a store that answers after 20 ms
-    python -m benchmarks.tars --memory --tars N --out FOLDER        peak memory of the index, then of a start
+    python -m benchmarks.tars --memory --tars N --out FOLDER        an index, then a start: time, peak memory
 
 The tars hold JPEGs of 224 to 448 pixels a side with captions. On one core, the loader reads them in place,
 with planned rows of 8,192 tokens; webdataset reads them in order, Pillow decodes, and the processor of
@@ -92,11 +92,14 @@ def index(out: Path, hf: Path, tars: str, workers: int = 1) -> None:
 
 
 def measure_memory(out: Path, hf: Path, workers: int) -> None:
-    """Prints the peak memory of this process, and of one that it started, after an index or a first row."""
+    """Prints the time of an index, or of a start with its first row, and the peak memory of this process and
+    of one that it started."""
+    started = time.perf_counter()
     if (out / "index").exists():
         next(loader_samples(DataConfig(path=str(out / "index"), seq_len=8192, num_workers=0), hf))
     else:
         index(out / "index", hf, str(out / "tars"), workers)
+    print(f"{time.perf_counter() - started:.1f} s")
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         print(f"{resource.getrusage(who).ru_maxrss / 1024:.0f} MiB")
 

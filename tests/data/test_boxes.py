@@ -8,6 +8,7 @@ import io
 import json
 import random
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from toolkit.generate.answers import Answerer, answer_dataset
 
 from .datasets import converted
 from .helpers import spec_of
+from .test_chat import released_tokenizer_folder
 
 SIZE = {"height": 200, "width": 400}
 """Of the stored image in the golden values. Qwen2.5-VL resizes it to 392 x 196, multiples of 28."""
@@ -483,10 +485,13 @@ def test_boxes_of_the_resized_image_follow_the_limits_of_each_run(tmp_path: Path
             assert sample.refused or sample.token_and_patch_count == count
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", pytest.param("Qwen2.5-VL-3B-Instruct", marks=pytest.mark.slow)]
+)
 def test_boxes_on_images_with_own_limits_stay_in_one_row(family: str, tmp_path: Path) -> None:
-    """Their digits follow the image's own size. A conversation with boxes is not cut, because a part might
-    lack the image; its tokens are counted and remembered as those of other samples."""
+    """Their digits follow the image's own size, also under the released vocabulary. A conversation with boxes
+    is not cut, because a part might lack the image; its tokens are counted and remembered as those of other
+    samples."""
     records = []
     for own in ({"max_pixels": 9000}, {"resized_height": 1500, "resized_width": 1800}, {}):
         turns = [{"role": "user", "content": [{"type": "image", **own}]}]
@@ -494,7 +499,11 @@ def test_boxes_on_images_with_own_limits_stay_in_one_row(family: str, tmp_path: 
         turns += [{"role": "assistant", "content": "<bbox>"}]
         records.append({"messages": turns, "objects": {"bbox": [[9, 6, 345, 290]] * 2}})
     path, _ = with_image(tmp_path, "upright", records)
-    hf = tiny_files(family, tmp_path / "hf")
+    if family in FAMILIES:
+        hf = tiny_files(family, tmp_path / "hf")
+    else:
+        hf = shutil.copytree(released_tokenizer_folder(), tmp_path / "hf")
+        shutil.copy(f"tests/hf_configs/{family}.json", hf / "config.json")
     spec = read_spec(hf)
     index_datasets(DataConfig(path=str(path), **LIMITS["small"]), spec, hf)  # which contradict the second
     for name, limits in LIMITS.items():
@@ -539,18 +548,8 @@ def test_conversion_says_how_many_answers_have_boxes_of_an_unsaid_frame(tmp_path
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_page_draws_the_boxes_that_the_sample_reads(family: str, drawn: Path, tmp_path: Path, capsys) -> None:
     hf, page = tiny_files(family, tmp_path / "hf"), tmp_path / "page.html"
-    words = [
-        "data",
-        "show",
-        "--data.path",
-        str(drawn),
-        "--model.hf",
-        str(hf),
-        "--sample",
-        "000000004",
-        "--json",
-    ]
-    assert main([*words, "--html", str(page)]) == 0
+    words = f"data show --data.path {drawn} --model.hf {hf} --sample 000000004 --json --html {page}"
+    assert main(words.split()) == 0
     (medium,) = json.loads(capsys.readouterr().out)["media"]
     height, width = medium["resized"]
     x1, y1, x2, y2 = (n * (width / 360, height / 300)[i % 2] for i, n in enumerate(CORNERS))

@@ -1,4 +1,4 @@
-"""Tools, calls and loss weights: what the released template of Qwen3.5 writes, and what is trained on of it.
+"""Tools and calls: what the released template of Qwen3.5 writes, and what is trained on of it.
 
 The template (Apache-2.0) was released with Qwen3.5-4B and larger. The expected text below was written by hand
 from it, and transformers renders the same file.
@@ -9,18 +9,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from data_tools.formats import read_conversation
-from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.step import token_loss
-from tests.data.helpers import spec_of
 from tests.data_tools.test_formats import TOOL, WITH_TOOLS
 from tests.tiny import tiny_checkpoint
 
@@ -99,19 +94,3 @@ def test_encoder_rejects_template_that_leaves_something_out(part):
         encoder.encode(turns, [], tools)
     with pytest.raises(ChatError, match=f"template does not write {part}"):
         encoder.encode_prompt(turns[:3], [], tools)
-
-
-# --- Weights ------------------------------------------------------------------------------------------------
-
-
-def test_loss_is_divided_by_the_number_of_loss_tokens():
-    """Worked out by hand: 0.5 x 2 + 2 x 3 + 1 x 4 = 11, of three tokens with another weight than 0."""
-    spec = spec_of("qwen2_5_vl")
-    sample = TokenizedSample(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0.0, 0.0, 0.5, 2.0, 1.0]))
-    row = pack_row([sample], spec, 8)
-    assert row.loss_mask.tolist() == [0.0, 0.5, 2.0, 1.0, 0, 0, 0, 0]
-    assert row.labels.tolist() == [0, 7, 8, 9, 0, 0, 0, 0]
-    losses = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 9.0, 9.0]])
-    total, tokens, report = token_loss(SimpleNamespace(loss_mask=row.loss_mask, segment_sources=None), losses)
-    assert (total.item(), tokens.item()) == (11.0, 3) and tokens.dtype == torch.int
-    assert report["loss"].tolist() == [11.0, 3.0]

@@ -28,9 +28,11 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 from tests.tiny import tiny_checkpoint
 from toolkit.common.sample_encoder import SampleEncoder
+from toolkit.data.statistics import facts_sentences
 
 from .datasets import converted, open_loader, turns
 from .media import encoded, write
+from .mixtures import write as write_blend
 
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 START, END, STOP = "<|vision_start|>", "<|vision_end|>", "<|endoftext|>"
@@ -277,12 +279,8 @@ def test_parts_of_documents_come_once_a_pass_and_hold_every_token(dataset, famil
 def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, talks, tmp_path):
     """A run over documents and conversations stops after each of its steps, and continues on two ranks."""
     hf = tiny_checkpoint("qwen2_5_vl")
-    mixture = tmp_path / "mixture.yaml"
-    mixture.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend_epochized:\n"
-        f"      - {{path: {dataset}, repetitions: 1}}\n      - {{path: {talks}, repetitions: 2}}\n"
-    )
-    config = settings(mixture)
+    parts = [{"path": str(dataset), "repetitions": 1}, {"path": str(talks), "repetitions": 2}]
+    config = settings(write_blend(tmp_path, train={"blend_epochized": parts}))
 
     def loaders(ranks: int, state: dict | None) -> list[Any]:
         made = [
@@ -309,10 +307,7 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
     assert {len(drawn) for (source, _), drawn in whole.items() if source == 0} == {2}, "two passes"
     assert {len(drawn) for (source, _), drawn in whole.items() if source == 1} == {4}
 
-    waited = 0
     for stop in range(0, len(steps), 2):
-        waiting = straight_waiting(states[stop])
-        waited += int((waiting[1] >> 40 > 0).sum()) if waiting is not None else 0
         ranks = loaders(2, states[stop])
         for step in steps[stop:]:
             resumed = [row for rank in ranks for row in islice(rank, 2)]
@@ -322,32 +317,6 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
             assert sorted(row.tokens.tolist() for row in resumed) == sorted(
                 row.tokens.tolist() for row in step
             )
-    assert waited, "no part waited at any stop"
-
-
-def straight_waiting(state: dict[str, Any]) -> np.ndarray | None:
-    from megatron_vl.data.state_json import state_from_json
-
-    planned = state_from_json(state["planner"])
-    return None if planned is None else planned["waiting"]
-
-
-def test_documents_that_are_too_long_are_left_out_if_the_run_says_so(dataset):
-    hf = tiny_checkpoint("qwen2_5_vl")
-    rows = list(open_loader(settings(dataset, too_long="drop"), hf, epochs=1))
-    dropped = sum((Counter(row.dropped_counts) for row in rows), Counter())
-    found = tokens_by_sample(rows)
-    assert dropped == {"longer than seq_len": 16 - len(found)} and 0 < len(found) < 16
-    assert not any("#" in key for _, key in found)
-
-
-def test_document_with_a_medium_that_fits_no_row_is_left_out(tmp_path):
-    write(tmp_path / "media/b.png", encoded(280, 280, "png"))
-    records = [{"text": "t " * 50, "image": "b.png"}, {"text": "short"}]
-    path = converted(tmp_path, records)[0]
-    rows = list(open_loader(settings(path), tiny_checkpoint("qwen2_5_vl"), epochs=1))
-    assert [row.dropped_counts for row in rows if row.dropped_counts] == [{"longer than seq_len": 1}]
-    assert set(tokens_by_sample(rows)) == {(0, "000000001")}
 
 
 @pytest.mark.parametrize("rule", ["cut", "drop"])
@@ -360,8 +329,11 @@ def test_tokens_that_each_rule_keeps_by_hand(tmp_path, rule):
     path = converted(tmp_path, [*records, {"conversations": turns(60)}])[0]
     hf, data = tiny_checkpoint("qwen2_5_vl"), settings(path, too_long=rule)
     rows = list(open_loader(data, hf, epochs=1))
-    counts = count_statistics(open_encoder(data, read_spec(hf), hf), hf).token_counts()
+    counted = count_statistics(open_encoder(data, read_spec(hf), hf), hf)
+    counts = counted.token_counts()
     trained = sum(len(tokens) for drawn in tokens_by_sample(rows).values() for tokens, _ in drawn)
+    dropped = sum((Counter(row.dropped_counts) for row in rows), Counter())
+    assert dropped == {"longer than seq_len": 4 if rule == "drop" else 3}, "one of them an exchange"
     lost = 105 + 14 + 133
     if rule == "drop":
         nothing = dict.fromkeys(("samples", "parts", "tokens", "lost_exchanges", "lost_tokens"), 0)
@@ -372,7 +344,9 @@ def test_tokens_that_each_rule_keeps_by_hand(tmp_path, rule):
     kept = 141 + (10 + 15) + (10 + 17)
     cut = {"samples": 2, "parts": 3 + 2, "tokens": kept, "lost_exchanges": 1, "lost_tokens": 10 + 133}
     assert counts == {"whole": 8, "cut": cut, "left_out": {"longer than seq_len": lost}}
-    assert trained == 8 + kept
+    assert trained == 8 + kept and counted.left_out_reasons() == {"longer than seq_len": 2}
+    said = facts_sentences({"pass": counted.pass_facts(4), "tokens": counts, "left_out": {}, "samples": 5})[1]
+    assert f"2 samples into 5 parts with {kept} tokens; 1 exchange with 143 tokens left out; 8 tokens" in said
 
 
 def test_weight_of_a_document_multiplies_its_losses(tmp_path):

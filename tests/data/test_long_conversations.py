@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_tools.sample_sizes import index_datasets
-from data_tools.sample_sources import open_encoder
-from data_tools.statistics import count_statistics
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import validation_rows
 from megatron_vl.data.packing.training_row import TrainingRow
@@ -21,7 +18,6 @@ from megatron_vl.data.sample.parts import SamplePart, cut_conversation
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.tiny import tiny_checkpoint
-from toolkit.data.statistics import facts_sentences
 
 from .datasets import converted, open_loader
 from .media import encoded, video, write
@@ -223,30 +219,6 @@ def test_exchanges_are_trained_on_once_a_pass_with_their_media(dataset, family, 
 
     validated = list(validation_rows(config(dataset, seq_len=96, max_patches=max_patches), spec, hf, "train"))
     assert tokens_by_sample(validated) == found and dropped(validated) == dropped(rows)
-
-
-def test_counts_say_what_each_rule_keeps(dataset):
-    """They are those of the rows of a pass."""
-    hf = tiny_checkpoint("qwen2_5_vl")
-    data = config(dataset, seq_len=96)
-    spec = read_spec(hf)
-    index_datasets(data, spec, hf)
-    counted = count_statistics(open_encoder(data, spec, hf), hf)
-    found = tokens_by_sample(list(open_loader(data, hf, epochs=1)))
-    tokens = {is_part: 0 for is_part in (False, True)}
-    for (_, key), [(token_ids, _)] in found.items():
-        tokens["#" in key] += len(token_ids)
-    counts = counted.token_counts()
-    cut = counts["cut"]
-    assert (counts["whole"], cut["tokens"]) == (tokens[False], tokens[True])
-    assert cut["parts"] == sum("#" in key for _, key in found) and cut["lost_exchanges"] == 1
-    assert counted.left_out_reasons() == {"longer than seq_len": 1}, "no exchange of the last one fits"
-    facts = {"pass": counted.pass_facts(4), "tokens": counts, "left_out": {}, "samples": 12}
-    sentence = facts_sentences(facts)[1]
-    assert (
-        f"cut: {cut['samples']} samples into {cut['parts']} parts with {cut['tokens']:,} tokens" in sentence
-    )
-    assert f"; 1 exchange with {cut['lost_tokens']} tokens left out; {tokens[False]} tokens are" in sentence
 
 
 def test_weights_of_answers_stay_with_them(tmp_path):

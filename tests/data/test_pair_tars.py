@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
+import signal
 import tarfile
 from collections import Counter
 from contextlib import closing
@@ -359,16 +361,19 @@ def test_killed_index_continues(tmp_path, hf, monkeypatch):
 
     def killed(number: int) -> object:
         if number == 2:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGKILL)
         return read_tar_once(number)
 
+    out, tars = tmp_path / "out", tmp_path / "tars"
     monkeypatch.setattr(tar_index, "_read_tar_once", killed)
-    with pytest.raises(KeyboardInterrupt):
-        index(tmp_path / "out", hf, tmp_path / "tars")
-    assert not (tmp_path / "out/.nv-meta").exists()
+    process = multiprocessing.get_context("fork").Process(target=index, args=(out, hf, tars))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and not (out / ".nv-meta").exists()
     monkeypatch.undo()
-    report = index(tmp_path / "out", hf, tmp_path / "tars")
+    report = index(out, hf, tars)
     assert (report.tars, report.read_tars, report.pairs) == (3, 1, 6)
+    assert {path.name for path in out.iterdir()} == {".nv-meta", "quarantine.jsonl", "tar-index"}
 
 
 def test_changed_and_new_tars_are_named_and_read_alone(tmp_path, hf):

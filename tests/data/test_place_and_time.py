@@ -1,5 +1,6 @@
-"""A clip, times of images, limits of one medium, a template argument, a call, a late system turn and a box:
-from records through the loader to a step of training, with what the model sees written by hand."""
+"""A clip, times of images, limits of one medium, a template argument, a call, late system turns, two turns of
+a role in a row, boxes and a point: from records through the loader to a step of training, with what the model
+sees written by hand."""
 
 from __future__ import annotations
 
@@ -55,6 +56,16 @@ TIMED |= {"resized_height": 56, "resized_width": 56}
 NUMBERED = {"type": "video", "video": LIST, "frames_indices": [0, 12, 60, 84], "fps": 30, "max_pixels": 3136}
 # 200 x 100 pixels when it is upright, divided by 1.26.
 TURNED = {"type": "image", "image": "turned.jpg", "max_pixels": 12544}
+PLACES = {"pixels": "(10,20),(50,150)", "thousandths": "(100,100),(500,750)", "resized": "(14,35),(28,70)"}
+"""Boxes on it by what a record's ``boxes`` says."""
+
+
+def placed(frame: str) -> dict[str, Any]:
+    question, answer = asked(TURNED)["messages"]
+    answer["content"] = f"<|box_start|>{PLACES[frame]}<|box_end|>"
+    return {"messages": [question, {"role": "user", "content": "And?"}, answer], "boxes": frame}
+
+
 RECORDS = [
     asked(CLIP),
     asked(TIMED),
@@ -65,13 +76,15 @@ RECORDS = [
             {"role": "assistant", "content": "", "tool_calls": [CALL]},
             {"role": "tool", "content": [TURNED, {"type": "text", "text": "seen"}]},
             {"role": "assistant", "content": "A cat."},
-            {"role": "system", "content": "Be brief."},
+            {"role": "assistant", "content": "Look."},
+            *[{"role": "system", "content": "Be brief."}] * 2,
             {"role": "user", "content": "And?"},
-            {"role": "assistant", "content": "<bbox>"},
+            {"role": "assistant", "content": "<bbox><point>"},
             {"role": "user", "content": "What?"},  # is left out
         ],
-        "objects": {"bbox": [[10, 20, 50, 150]]},
+        "objects": {"bbox": [[10, 20, 50, 150]], "points": [[90, 100]]},
     },
+    *map(placed, PLACES),
 ]
 SHADES = [[40, 96, 152, 208], [0, 50, 100, 150], [0, 50, 100, 150]]
 """Of the frames that the videos' samples have: frame ``i`` of the file is of shade 4 i."""
@@ -93,18 +106,34 @@ CALLED = '<tool _call >Ċ {" name ": Ġ" look ", Ġ" arguments ": Ġ{" zoom ": �
 CALLED += " <|im_end|>"
 
 
-def trace(rows: int, box: str, at: int) -> list[Run]:
-    """The call and what follows; its image has so many rows of two, and the next token is at ``at``."""
+def trace(rows: int, answer: str) -> list[Run]:
+    """The call and what follows; its image has so many rows of two."""
     before = f"{USER} Look . {STOP} {START} assistant Ċ {CALLED} Ċ {START} user Ċ <tool _response >Ċ {BEGIN}"
-    after = f"{END} seen Ċ </ tool _response > {STOP} {START} assistant Ċ A Ġcat . {STOP} {START} system Ċ"
-    after += f" Be Ġbrief . {STOP} {START} user Ċ And ? {STOP} {START} assistant Ċ {box} {STOP}"
-    return [(0, before.split()), Unit(55, rows, 2, "<|image_pad|>"), (at, after.split())]
+    after = f"{END} seen Ċ </ tool _response > {STOP} {START} assistant Ċ A Ġcat . {STOP}"
+    after += f" {START} assistant Ċ Look . {STOP}" + f" {START} system Ċ Be Ġbrief . {STOP}" * 2
+    after += f" {START} user Ċ And ? {STOP} {START} assistant Ċ {answer} {STOP}"
+    return [(0, before.split()), Unit(55, rows, 2, "<|image_pad|>"), (55 + rows, after.split())]
 
 
-BOX = {
-    "": "<|box_start|> ( 1 0 0 , 1 0 0 ),( 5 0 0 , 7 5 0 ) <|box_end|>",
-    "positions": "[ 6 , Ġ 1 4 , Ġ 2 8 , Ġ 1 0 5 ]",  # of 140 x 56 pixels
-    "text": "[ 1 0 0 , Ġ 1 0 0 , Ġ 5 0 0 , Ġ 7 5 0 ]",
+def place(rows: int, answer: str) -> list[Run]:
+    """Two users' turns, and a box on the image."""
+    after = f"{END} What ? {STOP} {START} user Ċ And ? {STOP} {START} assistant Ċ {answer} {STOP}"
+    return [(0, [*USER.split(), BEGIN]), Unit(15, rows, 2, "<|image_pad|>"), (15 + rows, after.split())]
+
+
+# What the image's box is by all frames but that of the resized image, what it is by that one, and the point.
+BOXES = {
+    "": (
+        "<|box_start|> ( 1 0 0 , 1 0 0 ),( 5 0 0 , 7 5 0 ) <|box_end|>",
+        "<|box_start|> ( 2 5 0 , 2 5 0 ),( 5 0 0 , 5 0 0 ) <|box_end|>",  # 56 x 140 pixels
+        "<|box_start|> ( 9 0 0 , 5 0 0 ) <|box_end|>",
+    ),
+    "positions": ("[ 6 , Ġ 1 4 , Ġ 2 8 , Ġ 1 0 5 ]", "[ 1 4 , Ġ 3 5 , Ġ 2 8 , Ġ 7 0 ]", "[ 5 0 , Ġ 7 0 ]"),
+    "text": (
+        "[ 1 0 0 , Ġ 1 0 0 , Ġ 5 0 0 , Ġ 7 5 0 ]",
+        "[ 2 1 9 , Ġ 2 7 3 , Ġ 4 3 8 , Ġ 5 4 7 ]",  # 64 x 128 pixels: 218.75, 273.4, 437.5 and 546.9
+        "[ 9 0 0 , Ġ 5 0 0 ]",
+    ),
 }
 # By what says the time: nothing, the positions (two a second) or the text.
 GOLDEN: dict[str, list[list[Run]]] = {
@@ -112,13 +141,11 @@ GOLDEN: dict[str, list[list[Run]]] = {
         talk("", Unit(15, 1, 2), Unit(15, 1, 2, later=1), at=17),
         talk("", Unit(15, 2, 2), Unit(15, 2, 2, later=1), at=17),
         talk("Video Ġ 1 : Ġ", Unit(20, 1, 2), Unit(20, 1, 2, later=1), at=22),
-        trace(5, BOX[""], 60),
     ],
     "positions": [
         talk("", Unit(15, 1, 2), Unit(15, 1, 2, later=4), at=20),  # 2 * 2.15
         talk("", Unit(15, 2, 2), Unit(15, 2, 2, later=21), at=37),  # 2 * 10.67
         talk("Video Ġ 1 : Ġ", Unit(20, 1, 2), Unit(20, 1, 2, later=3), at=24),  # 2 * 1.87
-        trace(5, BOX["positions"], 60),
     ],
     "text": [
         talk(
@@ -142,9 +169,15 @@ GOLDEN: dict[str, list[list[Run]]] = {
             Unit(35, 1, 2),
             at=37,
         ),
-        trace(4, BOX["text"], 59),
     ],
 }
+ANSWERS: dict[str, list[list[str]]] = {}
+for key, (box, resized, point) in BOXES.items():
+    rows, said = 4 if key == "text" else 5, [box, box, resized]
+    GOLDEN[key] += [trace(rows, f"{box} {point}"), *(place(rows, answer) for answer in said)]
+    called = f"{CALLED} A Ġcat . <|im_end|> Look . <|im_end|> {box} {point}"
+    said = ["It Ġgets Ġbrighter ."] * 3 + [called, *said]
+    ANSWERS[key] = [f"{answer} <|im_end|>".split() for answer in said]
 
 
 OTHERS = [
@@ -162,20 +195,16 @@ def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
         Image.new("RGB", (100, 70), (50 * number,) * 3).save(tmp_path / "media" / name)
     write(tmp_path / "media/turned.jpg", encoded(100, 200, "exif"))
     path, report = converted(tmp_path, RECORDS)
-    assert (report.samples, report.unfinished_turns, report.ignored) == (4, 1, {})
+    assert (report.samples, report.unfinished_turns, report.ignored) == (7, 1, {})
 
     hf = tiny_checkpoint(family, dtype=torch.float32, texts=WORDS, text_vocab_size=800)
     spec = read_spec(hf)
     says_time = "text" if spec.vision.video_timestamps else "positions" if family == "qwen2_5_vl" else ""
-    data = DataConfig(path=str(path), seq_len=512, num_workers=0, chat_template=TOOLS_TEMPLATE)
+    data = DataConfig(path=str(path), seq_len=1024, num_workers=0, chat_template=TOOLS_TEMPLATE)
     [row] = open_loader(data, hf, epochs=1)
     encoder = open_encoder(data, spec, hf)
     tokenizer, samples = encoder.chat_encoder.tokenizer, []
-    golden = GOLDEN[says_time]
-    answers = [
-        *(["It Ġgets Ġbrighter . <|im_end|>"] * 3),
-        f"{CALLED} A Ġcat . <|im_end|> {BOX[says_time]} <|im_end|>",
-    ]
+    golden, answers = GOLDEN[says_time], ANSWERS[says_time]
     for number, (runs, raw) in enumerate(zip(golden, raw_samples(encoder, path), strict=True)):
         tokens, positions = written(runs)
         place = row.sample_keys.index(f"{number:09d}")
@@ -183,9 +212,7 @@ def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
         assert tokenizer.convert_ids_to_tokens(row.tokens[part]) == tokens
         assert torch.equal(row.position_ids[:, part], positions)
         mask = row.loss_mask[part].roll(1).bool()  # of the tokens, not of those before them
-        assert [token for token, wanted in zip(tokens, mask, strict=True) if wanted] == answers[
-            number
-        ].split()
+        assert [token for token, wanted in zip(tokens, mask, strict=True) if wanted] == answers[number]
         (medium,) = encoder.postencode_sample(raw).media_items
         if number < len(SHADES):
             assert medium.planes.float().mean((1, 2)).tolist() == SHADES[number]
@@ -193,13 +220,13 @@ def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
         samples.append(TokenizedSample(ids, mask, [medium]))
 
     options = (
-        f"--data.path {path} --data.seq_len 512 --data.chat_template {TOOLS_TEMPLATE} --log.samples true"
+        f"--data.path {path} --data.seq_len 1024 --data.chat_template {TOOLS_TEMPLATE} --log.samples true"
     )
     options += " --global_batch_size 1 --optimizer.warmup_steps 0 --data.num_workers 0"
     trained(prepare(tmp_path / "prepared", hf, 4), tmp_path / "run", *options.split(), ranks=1, steps=1)
     [step], [rows] = metrics(tmp_path / "run"), metrics(tmp_path / "run", "samples.jsonl")
     seen = [samples[int(key)] for key in rows["rows"][0]]  # of several passes
     assert {*rows["rows"][0]} == {*row.sample_keys}
-    assert step["loss_tokens"] == sum(len(answers[int(key)].split()) for key in rows["rows"][0])
+    assert step["loss_tokens"] == sum(len(answers[int(key)]) for key in rows["rows"][0])
     expected = backward_mean_loss(load_hf_for_training(hf), seen, spec, read_pixel_norm(hf))
     assert step["loss"] == pytest.approx(expected, rel=1e-5)

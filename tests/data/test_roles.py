@@ -11,10 +11,12 @@ import pytest
 
 from data_tools.formats import RecordError, read_conversation
 from data_tools.records import read_records
-from megatron_vl.data.sample.chat import ChatEncoder, ChatError, ChatTemplateError
+from megatron_vl.config import DataConfig
+from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE
 from megatron_vl.data.sample.written_numbers import WrittenNumber, dump_json, read_number
 from megatron_vl.spec.positions import GridTHW
+from tests.data.datasets import converted, open_loader
 from tests.data.helpers import spec_of
 from tests.data.media import encoded, write
 from tests.data.test_chat import released_tokenizer_folder
@@ -23,6 +25,7 @@ from tests.data.test_thinking import (
     LATER,
     write_thinking_folder,
 )
+from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
 ASK = {"role": "user", "content": "Hi"}
@@ -50,19 +53,12 @@ def encoders(tmp_path_factory) -> dict[str, ChatEncoder]:
         "{% for m in messages %}{% if loop.first or m.role != 'system' %}<|im_start|>{{ m.role }}\n"
         "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     )
-    raising = root / "raising.jinja"
-    raising.write_text(
-        "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
-        "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content }}<|im_end|>\n{% endfor %}"
-    )
     plain, spec = released_tokenizer_folder(), spec_of("qwen3_vl")
     thinking = {model: write_thinking_folder(root / model, model) for model in (LARGE, LATER)}
     return {
         "qwen2_vl": ChatEncoder(plain, spec),
         "tools": ChatEncoder(plain, spec, chat_template=TOOLS_TEMPLATE),
         "dropping": ChatEncoder(plain, spec, chat_template=str(dropping)),
-        "raising": ChatEncoder(plain, spec, chat_template=str(raising)),
         **{model: ChatEncoder(folder, spec) for model, folder in thinking.items()},
     }
 
@@ -116,10 +112,21 @@ def test_system_turns_that_the_template_does_not_write_are_to_be_joined(encoders
 
 
 @pytest.mark.parametrize("order", ["two users", "two assistants"])
-def test_turns_that_the_template_refuses_are_to_be_joined(encoders, order) -> None:
-    said = rf"roles must alternate\); the {order[4:-1]} has several turns in a row: join them"
-    with pytest.raises(ChatError, match=said):
-        encoders["raising"].encode(ORDERS[order], [])
+def test_turns_that_the_template_refuses_are_to_be_joined(order, tmp_path) -> None:
+    """A run trains on the other samples, and lists why it left this one out."""
+    raising = tmp_path / "raising.jinja"
+    raising.write_text(
+        "{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    path, _ = converted(tmp_path, [{"messages": [ASK, SAY]}, {"messages": ORDERS[order]}])
+    data = DataConfig(path=str(path), chat_template=str(raising), num_workers=0)
+    [row] = open_loader(data, tiny_checkpoint(), epochs=1)
+    [dropped] = row.dropped_samples
+    assert (row.sample_keys, dropped.key) == (["000000000"], "000000001")
+    said = f"roles must alternate); the {order[4:-1]} has several turns in a row: join them"
+    assert dropped.detail.endswith(said)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from converters.convert import convert_weights, export_weights
 from data_tools.formats import RecordError, read_conversation
-from megatron_vl.config import DataConfig, parse_config
+from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError, ChatTemplateError
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id, missing_sizes_advice
@@ -28,11 +29,12 @@ from tests.data.test_thinking import (
     OPEN,
     PLAIN,
     QUESTION,
+    TEMPLATES,
     THOUGHT,
     pieces,
     write_thinking_folder,
 )
-from tests.support.run_json import write_run_json
+from tests.support.tiny_run import metrics, prepare, trainings
 from tests.tiny import tiny_checkpoint
 from toolkit.generate.answers import with_trained_media
 
@@ -111,14 +113,6 @@ def test_arguments_of_a_record_must_be_an_object(written) -> None:
     assert caught.value.field_path == "chat_template_kwargs"
 
 
-def test_config_takes_arguments_from_file_and_command_line(tmp_path) -> None:
-    (tmp_path / "run.yaml").write_text("data:\n  template_arguments: {preserve_thinking: true}\n")
-    words = ["--config", str(tmp_path / "run.yaml"), "--model.hf", "x"]
-    assert parse_config(words).data.template_arguments == PRESERVE
-    other = parse_config([*words, "--data.template_arguments", '{"enable_thinking": false}'])
-    assert other.data.template_arguments == {"enable_thinking": False}
-
-
 def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
     """Qwen2.5-VL's template numbers images, which makes samples longer."""
     hf = tiny_checkpoint("qwen2_5_vl")
@@ -134,33 +128,47 @@ def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
     assert """ --data.template_arguments '{"add_vision_id": true}'`""" in advice
 
     state = open_loader(without, hf).state_dict()
-    with pytest.raises(LoaderStateError, match=r"saved with template_arguments = \{\}, this loader has \{"):
-        open_loader(numbered, hf).load_state_dict(state)
     del state["identity"]["template_arguments"]  # as version 0.2.0 wrote it
     open_loader(without, hf).load_state_dict(state)
     with pytest.raises(LoaderStateError, match=r"set data\.template_arguments back"):
         open_loader(numbered, hf).load_state_dict(state)
 
 
-def test_exports_name_the_arguments(tmp_path) -> None:
-    """Those of the run, also none: they replace those of the export with which the run began."""
-    shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "hf")
+@pytest.mark.ranks
+def test_run_and_its_export_name_the_arguments(tmp_path) -> None:
+    """Those of the run, also none: they replace those of the export with which the run began. A resume with
+    others is refused."""
+    prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), samples=4)
+    path, _ = converted(tmp_path, [{"messages": [QUESTION, THOUGHT, NEXT, PLAIN]}])
+    data = DataConfig(path=str(path), chat_template=f"{TEMPLATES / LATER}.chat_template.jinja")
+    for arguments in (PRESERVE, {}):  # else each run does it
+        open_loader(replace(data, template_arguments=arguments), prepared["hf"])
+    options = f"--data.path {path} --data.chat_template {data.chat_template}"
+    options += " --data.seq_len 80 --optimizer.warmup_steps 0 --global_batch_size 1 --data.num_workers 0"
 
-    def exported(name: str, hf: Path, arguments: dict) -> Path:
-        step = tmp_path / f"run_{name}" / "step_00000001"
-        convert_weights(hf, step / "weights")
-        write_run_json(step, {"fields": {"data.max_pixels": 3136, "data.template_arguments": arguments}})
-        export_weights(step, hf, tmp_path / name)
-        return tmp_path / name
+    def start(name: str, steps: int, **arguments: object) -> tuple[Path, list[str]]:
+        words = [*options.split(), "--steps", str(steps), "--data.template_arguments", json.dumps(arguments)]
+        return tmp_path / name, words
 
-    first = exported("first", tmp_path / "hf", {"enable_thinking": False})
-    facts = json.loads((first / EXPORT_FACTS_FILE).read_text())
-    assert facts["template_arguments"] == {"enable_thinking": False}
-    assert with_trained_media(DataConfig(), first).template_arguments == {"enable_thinking": False}
+    def exported(name: str, hf: Path) -> tuple[Path, dict]:
+        export_weights(tmp_path / name / "step_00000001", hf, tmp_path / f"{name}_hf")
+        return tmp_path / f"{name}_hf", json.loads((tmp_path / f"{name}_hf" / EXPORT_FACTS_FILE).read_text())
+
+    starts = start("first", 1, **PRESERVE), start("first", 2), start("second", 1)
+    refused = trainings(prepared, *starts)[1]
+    assert f"saved with template_arguments = {PRESERVE}, this loader has {{}}" in refused
+    run_json = json.loads((tmp_path / "first/step_00000001/run.json").read_text())
+    assert run_json["fields"]["data.template_arguments"] == PRESERVE
+    first, facts = exported("first", prepared["hf"])
+    assert facts["template_arguments"] == PRESERVE
+    assert with_trained_media(DataConfig(), first).template_arguments == PRESERVE
     convert_weights(first, tmp_path / "again")
-    export_weights(tmp_path / "again", tmp_path / "hf", tmp_path / "back")
+    export_weights(tmp_path / "again", prepared["hf"], tmp_path / "back")
     again = json.loads((tmp_path / "back" / EXPORT_FACTS_FILE).read_text())
     assert again["template_arguments"] == facts["template_arguments"]
 
-    second = exported("second", first, {})
-    assert "template_arguments" not in json.loads((second / EXPORT_FACTS_FILE).read_text())
+    _, facts = exported("second", first)
+    assert "template_arguments" not in facts
+    # Each character is a token, except for "hi". "Hm.", the end of the block and three breaks are 13.
+    trained = {name: metrics(tmp_path / name)[0]["loss_tokens"] for name in ("first", "second")}
+    assert trained == {"first": 13 + len("No.|Yes.|"), "second": len("No.|Yes.|")}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from data_tools import statistics as module
 from data_tools.sample_sizes import index_datasets
@@ -19,6 +18,7 @@ from megatron_vl.data.loader import build_loader
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
+from tests.data.mixtures import write
 from tests.tiny import tiny_checkpoint
 
 LONG = {"conversations": [{"from": "human", "value": "Tell"}, {"from": "gpt", "value": "on and " * 2000}]}
@@ -63,13 +63,6 @@ def texts(tmp_path_factory) -> Path:
         for i in range(16)
     ]
     return _indexed(converted(folder, records, samples_per_shard=4, val_fraction=0.4)[0])
-
-
-def _metadataset(folder: Path, kind: str, parts: list[dict]) -> Path:
-    described = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-    path = folder / "mix.yaml"
-    path.write_text(yaml.safe_dump(described | {"splits": {"train": {kind: parts}}}))
-    return path
 
 
 def test_samples_count_as_in_the_rows_of_the_loader(out):
@@ -129,7 +122,7 @@ def test_limits_are_those_of_the_run(out):
 
 def test_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     parts = [{"path": str(out), "weight": 3}, {"path": str(texts), "weight": 1}]
-    found = _statistics(_metadataset(tmp_path, "blend", parts))
+    found = _statistics(write(tmp_path, train={"blend": parts}))
     first, second = (one.sizes["tokens"][one.usable_mask] for one in found.sources)
     # Of each draw from a source, a part is usable.
     shares = 0.75 * len(first) / 31, 0.25 * len(second) / len(found.sources[1].source)
