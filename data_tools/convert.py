@@ -34,7 +34,7 @@ from megatron_vl.system.progress_bar import progress
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
 from .formats.objects import check_boxes
-from .input_files import InputFile, find_input_files, input_names, parse_columns
+from .input_files import InputFile, find_input_files, input_names, with_columns
 from .media import MediaRoots, is_embedded, read_media
 from .record_ids import RecordIds
 from .records import ConvertError, UnreadableRecord, read_records
@@ -238,9 +238,7 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
     """The files of the inputs. Raises ConvertError if an argument cannot be used."""
     input_files = find_input_files(input_paths)
     if options.columns:
-        field_by_column = parse_columns(options.columns)
-        column_format = "alpaca" if "output" in field_by_column.values() else "document"
-        input_files = [InputFile(source.path, column_format, field_by_column) for source in input_files]
+        input_files = with_columns(input_files, options.columns)
     for folder in options.roots.folders:
         if not folder.is_dir():
             raise ConvertError(f"--media-root {folder} is not a folder")

@@ -10,6 +10,7 @@ preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys tha
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from megatron_vl.data.sample.boxes import FRAMES, MARKER
@@ -219,6 +220,8 @@ def _format_advice(record: dict[str, Any]) -> str:
         columns = ",".join(f"{key}={part}" for part, key in parts.items() if key)
         is_marked = MEDIA_MARKER.search(str(record[parts["user"]])) or not (parts["image"] or parts["video"])
         return f"give --columns {columns}{'' if is_marked else ' --missing-markers first'}"
+    if near := [field for key in keys for field in get_close_matches(key, CONVERSATION_FIELDS, 1)]:
+        return f"did you mean {near[0]!r}?"
     return (
         f"formats have {', '.join(CONVERSATION_FIELDS)}, a question ({', '.join(QUESTION_FIELDS)}) and its"
         f" answer ({', '.join(ANSWER_FIELDS)}), or {', '.join(documents.FIELDS)}; or name the columns with"

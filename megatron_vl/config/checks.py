@@ -20,6 +20,9 @@ from megatron_vl.config.options import valid_range
 from megatron_vl.system.folder_kind import folder_kind, why_no_model
 from megatron_vl.system.plurals import pluralize
 
+LONG_CPU_STEP = 8192
+"""Tokens of a step that takes minutes on CPU, even with the smallest models."""
+
 
 def _refuse_if(is_impossible: object, message: str) -> None:
     if is_impossible:
@@ -370,6 +373,11 @@ def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
         remarks.append("checkpoint.dir is empty: no checkpoint of this run is saved")
     if not (lora.rank or lora.adapter) and lora != LoraConfig():
         remarks.append("lora.rank is 0: the whole model is trained, and other fields of lora have no effect")
+    step_tokens = config.global_batch_size * config.data.seq_len
+    if on_cpu and step_tokens > LONG_CPU_STEP and not config.data.is_synthetic:
+        remarks.append(
+            f"{step_tokens:,} tokens are a long step on cpu; give a smaller --global_batch_size to try a run"
+        )
     if on_cpu and config.dtype == "bfloat16":
         remarks.append("dtype bfloat16 is slow and less exact on cpu; leave dtype out for float32")
     return remarks
