@@ -179,38 +179,33 @@ def with_columns(input_files: list[InputFile], columns_text: str) -> list[InputF
 
     Raises:
         ConvertError: as :func:`parse_columns` raises it; or a file lacks the column of a question or of what
-            is trained on, or no table has another one.
+            is trained on, or all tables lack another one.
     """
     field_by_column = parse_columns(columns_text)
-    format_name = "alpaca" if "output" in field_by_column.values() else "document"
-    unseen = set(field_by_column)
-    for path in (source.path for source in input_files):
-        names = _field_names(path)
-        unseen -= set(names) if names and path.suffix in TABLE_SUFFIXES else unseen
+    names_by_path = {source.path: _field_names(source.path) for source in input_files}
+    seen = {*itertools.chain.from_iterable(names_by_path.values())}
+    if not all(path.suffix in (".csv", ".tsv", ".parquet") for path in names_by_path):
+        seen.update(field_by_column)  # later records may have it
+    for path, names in names_by_path.items():
         for column, known_field in field_by_column.items():
-            if names and column not in names and known_field in REQUIRED_FIELDS:
-                raise ConvertError(_missing_column(columns_text, column, path, names))
-    if unseen:
-        raise ConvertError(_missing_column(columns_text, min(unseen), path, names))
+            if names and column not in (names if known_field in REQUIRED_FIELDS else seen):
+                shown_names = ", ".join(map(repr, names))[:MAX_SHOWN_NAMES]
+                raise ConvertError(
+                    f"--columns {columns_text}: {path} has no {column!r}; it has {shown_names}"
+                )
+    format_name = "alpaca" if "output" in field_by_column.values() else "document"
     return [InputFile(source.path, format_name, field_by_column) for source in input_files]
-
-
-def _missing_column(columns_text: str, column: str, path: Path, names: list[str]) -> str:
-    shown_names = ", ".join(map(repr, names))[:MAX_SHOWN_NAMES]
-    return f"--columns {columns_text}: {path} has no {column!r}; it has {shown_names}"
 
 
 def _field_names(records_path: Path) -> list[str]:
     """The columns of a table, or the fields of a file's first records; none of a pipe, which is read once."""
-    if not records_path.is_file():
-        return []
-    if records_path.suffix not in TABLE_SUFFIXES:
-        first_records = [record for _, record in itertools.islice(read_records(records_path), 10)]
-        return list(dict.fromkeys(itertools.chain(*(r for r in first_records if isinstance(r, dict)))))
     try:
-        return column_names(records_path)
+        if records_path.is_file() and records_path.suffix in (".csv", ".tsv", ".parquet"):
+            return column_names(records_path)
     except (ValueError, OSError) as error:
         raise ConvertError(f"{records_path} cannot be read: {error}") from error
+    records = itertools.islice(read_records(records_path), 10 if records_path.is_file() else 0)
+    return list(dict.fromkeys(name for _, r in records if isinstance(r, dict) for name in r))
 
 
 def input_names(input_paths: list[Path]) -> list[str]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".csv", ".tsv")
 MAX_BATCH_BYTES = 32 << 20
@@ -42,21 +41,6 @@ def read_rows(
         yield from enumerate(table_rows, row_number - len(table_rows) + 1)
 
 
-def column_names(table_path: Path) -> list[str]:
-    """The columns of a table. Raises ValueError as :func:`read_rows`."""
-    if table_path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        return list(pq.read_schema(table_path).names)
-    if table_path.suffix == ".arrow":
-        import pyarrow as pa
-
-        with pa.memory_map(str(table_path)) as memory_map:
-            return list(_open_arrow(memory_map)[0].names)
-    with _open_csv(table_path) as (names, _):
-        return names
-
-
 def _read_parquet(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
     """Yields (rows, number of rows in the file). Row groups without wanted rows are not read."""
     import pyarrow.parquet as pq
@@ -85,8 +69,13 @@ def _read_arrow(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iter
     import pyarrow as pa
 
     with pa.memory_map(str(table_path)) as memory_map:
+        try:
+            record_batches: Any = pa.ipc.open_stream(memory_map)
+        except pa.ArrowInvalid:
+            arrow_file = pa.ipc.open_file(memory_map)
+            record_batches = (arrow_file.get_batch(i) for i in range(arrow_file.num_record_batches))
         row_start = 0
-        for record_batch in _open_arrow(memory_map)[1]:
+        for record_batch in record_batches:
             rows_per_batch = _rows_per_batch(record_batch.num_rows, record_batch.nbytes)
             for i in range(0, record_batch.num_rows, rows_per_batch):
                 batch_slice = record_batch.slice(i, rows_per_batch)
@@ -94,21 +83,32 @@ def _read_arrow(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iter
                 row_start += batch_slice.num_rows
 
 
-def _open_arrow(memory_map: Any) -> tuple[Any, Any]:
-    """The schema and the batches of a stream or a file."""
-    import pyarrow as pa
+def column_names(table_path: Path) -> list[str]:
+    """The columns of a Parquet, CSV or TSV file. Raises ValueError as :func:`read_rows`."""
+    if table_path.suffix == ".parquet":
+        import pyarrow.parquet as pq
 
-    try:
-        arrow_stream = pa.ipc.open_stream(memory_map)
-        return arrow_stream.schema, arrow_stream
-    except pa.ArrowInvalid:
-        arrow_file = pa.ipc.open_file(memory_map)
-        return arrow_file.schema, map(arrow_file.get_batch, range(arrow_file.num_record_batches))
+        return list(pq.read_schema(table_path).names)
+    with table_path.open(encoding="utf-8-sig", newline="") as table_file:
+        return _read_header(table_path, table_file)[0]
+
+
+def _read_header(table_path: Path, table_file: TextIO) -> tuple[list[str], Any]:
+    """The columns of an open CSV file, and a reader of its other lines."""
+    csv.field_size_limit(MAX_BATCH_BYTES)
+    reader = csv.reader(table_file, delimiter="\t" if table_path.suffix == ".tsv" else ",", strict=True)
+    names = next(reader, [])
+    if len(names) == 1 and ";" in names[0]:
+        raise ValueError("the first line has semicolons and no comma; write the file with commas")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"the first line must name each column once, and is {names}")
+    return names, reader
 
 
 def _read_csv(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
     """Yields (rows, 0). The first line names the columns; an empty field is a missing one."""
-    with _open_csv(table_path) as (names, reader):
+    with table_path.open(encoding="utf-8-sig", newline="") as table_file:
+        names, reader = _read_header(table_path, table_file)
         try:
             for values in filter(None, reader):
                 if len(values) != len(names):
@@ -116,21 +116,6 @@ def _read_csv(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterat
                 yield [{name: text for name, text in zip(names, values, strict=True) if text}], 0
         except (csv.Error, ValueError) as error:
             raise ValueError(f"line {reader.line_num}: {error}") from error
-
-
-@contextmanager
-def _open_csv(table_path: Path) -> Iterator[tuple[list[str], Any]]:
-    """The columns of a file, and a reader of its other lines."""
-    delimiter = "\t" if table_path.suffix == ".tsv" else ","
-    csv.field_size_limit(MAX_BATCH_BYTES)
-    with table_path.open(encoding="utf-8-sig", newline="") as table_file:
-        reader = csv.reader(table_file, delimiter=delimiter, strict=True)
-        names = next(reader, [])
-        if len(names) == 1 and ";" in names[0]:
-            raise ValueError("the first line has semicolons and no comma; write the file with commas")
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"the first line must name each column once, and is {names}")
-        yield names, reader
 
 
 def _rows_per_batch(num_rows: int, num_bytes: int) -> int:
