@@ -18,7 +18,6 @@ from typing import Any
 from megatron_vl.data.source.dataset_description import METADATA_DIR
 
 from .exact_json import unique_keys
-from .formats import MAX_SHOWN_NAMES
 from .records import ConvertError, read_records
 from .tables import TABLE_SUFFIXES, column_names
 
@@ -67,6 +66,8 @@ COLUMN_FIELDS = {"user": "instruction", "assistant": "output", "image": "images"
 """Our field for each entry of ``--columns``."""
 TRAINED_FIELDS = ("output", "caption", "text")
 REQUIRED_FIELDS = ("instruction", *TRAINED_FIELDS)
+MAX_SHOWN_NAMES = 300
+"""Characters of the names of fields that a message shows."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatron_vl.data.sample.conversation_checks import (
     order_results,
 )
 
+from ..input_files import MAX_SHOWN_NAMES
 from . import alpaca, documents, turn_lists, turn_pairs
 from .alpaca import ANSWER_FIELDS, QUESTION_FIELDS
 from .conversation import (
@@ -69,8 +70,6 @@ USUAL_COLUMNS = {
     "video": ("video", "videos", "video_path"),
 }
 """Names of columns, by their part in ``--columns``."""
-MAX_SHOWN_NAMES = 300
-"""Characters of the names of fields that a message shows."""
 BOXES = "boxes without a place in the text; write 'objects' and markers, as docs/boxes.md says"
 PREFERENCES = "preferences, which supervised training cannot use"
 UNSUPERVISED_FIELDS = {
