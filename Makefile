@@ -17,13 +17,15 @@ WORKERS ?= 3
 SPREAD = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # The newest transformers that pyproject.toml allows; constraints.txt has the oldest. Tests of what follows
-# its rules (positions, prompts, processors, configs), or of its modules, run with both.
+# its rules (positions, prompts, processors, configs), or of its modules, run with both, as do parity and
+# evaluate; with VLMEvalKit where `make eval` has installed it.
 NEWEST := $(VENV)/transformers-5.24.0
 RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fields.py spec/test_yarn.py \
           converters/test_fp8.py converters/test_add_tokens.py converters/test_yarn_export.py \
           data/test_tokenizer_file.py data/test_assemble.py data/test_chat.py data/test_pixels.py data/test_loader.py \
-          data/test_qwen3_5_prompts.py toolkit/test_hf_videos.py toolkit/test_generate.py \
-          estimate/test_flops.py)
+          data/test_qwen3_5_prompts.py data/test_chat_end.py toolkit/test_hf_videos.py toolkit/test_generate.py \
+          toolkit/test_parity.py toolkit/test_evaluate.py toolkit/test_evaluate_thinking.py \
+          weights/test_trained_media.py estimate/test_flops.py)
 
 # The tests with the mark `eval`: collecting all others would take longer than they do.
 EVAL := $(addprefix tests/, toolkit/test_evaluate.py toolkit/test_evaluate_sets.py security/test_evaluate.py)

@@ -27,14 +27,14 @@ from megatron_vl.data.sample.images import DEFAULT_MAX_PIXELS
 from megatron_vl.data.sample.medium import MediaInfo, UnusableError, inspect_medium, stored_video_info
 from megatron_vl.data.source.location import PART_NAME, part_name
 from megatron_vl.system import durable_files
-from megatron_vl.system.errors import is_machine_fault
+from megatron_vl.system.errors import DISK_REMEDIES, is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.system.progress_bar import progress
 
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
 from .formats.objects import check_boxes
-from .input_files import InputFile, find_input_files, input_names, parse_columns
+from .input_files import InputFile, find_input_files, input_names, with_columns
 from .media import MediaRoots, is_embedded, read_media
 from .record_ids import RecordIds
 from .records import ConvertError, UnreadableRecord, read_records
@@ -168,7 +168,8 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
 
     Raises:
         ConvertError: an option is impossible, the output folder exists, an input is not JSON, there are too
-            many shards, the disk is full, or a worker process died.
+            many shards, or a worker process died.
+        OSError: the folder cannot be written, or its disk is full.
     """
     input_files = check_inputs(input_paths, options)
     try:
@@ -194,9 +195,11 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
             conversion_path = partial_dir / METADATA_DIR / CONVERSION_FILE
             conversion_path.write_text(json.dumps(conversion, indent=2) + "\n")
     except (OSError, sqlite3.Error) as error:  # Energon's index is a database
+        if isinstance(error, OSError) and error.errno in DISK_REMEDIES:
+            error.filename = error.filename or str(options.dataset_dir)  # a write to a full disk names none
+            raise
         is_taken = isinstance(error, FileExistsError) and not error.errno  # a message of open_partial_folder
         advice = "" if is_taken else ". Fix this and start again with the same arguments"
-        # A write to a full disk names no file.
         folder_text = "" if is_taken or getattr(error, "filename", None) else f"{options.dataset_dir}: "
         raise ConvertError(f"{folder_text}{error}{advice}") from error
     return report
@@ -238,9 +241,7 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
     """The files of the inputs. Raises ConvertError if an argument cannot be used."""
     input_files = find_input_files(input_paths)
     if options.columns:
-        field_by_column = parse_columns(options.columns)
-        column_format = "alpaca" if "output" in field_by_column.values() else "document"
-        input_files = [InputFile(source.path, column_format, field_by_column) for source in input_files]
+        input_files = with_columns(input_files, options.columns)
     for folder in options.roots.folders:
         if not folder.is_dir():
             raise ConvertError(f"--media-root {folder} is not a folder")

@@ -6,6 +6,7 @@ refused with what to do: nothing is downloaded.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -17,8 +18,8 @@ from typing import Any
 from megatron_vl.data.source.dataset_description import METADATA_DIR
 
 from .exact_json import unique_keys
-from .records import ConvertError
-from .tables import TABLE_SUFFIXES
+from .records import ConvertError, read_records
+from .tables import TABLE_SUFFIXES, column_names
 
 TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson")
 COMPRESSION_SUFFIXES = (".gz", ".zst")
@@ -63,6 +64,10 @@ COLUMN_FIELDS = {"user": "instruction", "assistant": "output", "image": "images"
     name: name for name in ("images", "videos", "system", "tools", "id", "caption", "text")
 }
 """Our field for each entry of ``--columns``."""
+TRAINED_FIELDS = ("output", "caption", "text")
+REQUIRED_FIELDS = ("instruction", *TRAINED_FIELDS)
+MAX_SHOWN_NAMES = 300
+"""Characters of the names of fields that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ def parse_columns(columns_text: str) -> dict[str, str]:
                 f" {', '.join(COLUMN_FIELDS)} once"
             )
         field_by_column[column] = COLUMN_FIELDS[part]
-    trained_fields = {"output", "caption", "text"} & set(field_by_column.values())
+    trained_fields = set(TRAINED_FIELDS) & set(field_by_column.values())
     if not trained_fields:
         raise ConvertError(f"--columns {columns_text}: no column is the answer; add COLUMN=assistant")
     if len(trained_fields) > 1:
@@ -167,6 +172,40 @@ def parse_columns(columns_text: str) -> dict[str, str]:
             " a question is a document"
         )
     return field_by_column
+
+
+def with_columns(input_files: list[InputFile], columns_text: str) -> list[InputFile]:
+    """The files with the fields of ``--columns``.
+
+    Raises:
+        ConvertError: as :func:`parse_columns` raises it; or a file lacks the column of a question or of what
+            is trained on, or all tables lack another one.
+    """
+    field_by_column = parse_columns(columns_text)
+    names_by_path = {source.path: _field_names(source.path) for source in input_files}
+    seen = {*itertools.chain.from_iterable(names_by_path.values())}
+    if not all(path.suffix in (".csv", ".tsv", ".parquet") for path in names_by_path):
+        seen.update(field_by_column)  # later records may have it
+    for path, names in names_by_path.items():
+        for column, known_field in field_by_column.items():
+            if names and column not in (names if known_field in REQUIRED_FIELDS else seen):
+                shown_names = ", ".join(map(repr, names))[:MAX_SHOWN_NAMES]
+                raise ConvertError(
+                    f"--columns {columns_text}: {path} has no {column!r}; it has {shown_names}"
+                )
+    format_name = "alpaca" if "output" in field_by_column.values() else "document"
+    return [InputFile(source.path, format_name, field_by_column) for source in input_files]
+
+
+def _field_names(records_path: Path) -> list[str]:
+    """The columns of a table, or the fields of a file's first records; none of a pipe, which is read once."""
+    try:
+        if records_path.is_file() and records_path.suffix in (".csv", ".tsv", ".parquet"):
+            return column_names(records_path)
+    except (ValueError, OSError) as error:
+        raise ConvertError(f"{records_path} cannot be read: {error}") from error
+    records = itertools.islice(read_records(records_path), 10 if records_path.is_file() else 0)
+    return list(dict.fromkeys(name for _, r in records if isinstance(r, dict) for name in r))
 
 
 def input_names(input_paths: list[Path]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".csv", ".tsv")
 MAX_BATCH_BYTES = 32 << 20
@@ -83,17 +83,32 @@ def _read_arrow(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iter
                 row_start += batch_slice.num_rows
 
 
+def column_names(table_path: Path) -> list[str]:
+    """The columns of a Parquet, CSV or TSV file. Raises ValueError as :func:`read_rows`."""
+    if table_path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        return list(pq.read_schema(table_path).names)
+    with table_path.open(encoding="utf-8-sig", newline="") as table_file:
+        return _read_header(table_path, table_file)[0]
+
+
+def _read_header(table_path: Path, table_file: TextIO) -> tuple[list[str], Any]:
+    """The columns of an open CSV file, and a reader of its other lines."""
+    csv.field_size_limit(MAX_BATCH_BYTES)
+    reader = csv.reader(table_file, delimiter="\t" if table_path.suffix == ".tsv" else ",", strict=True)
+    names = next(reader, [])
+    if len(names) == 1 and ";" in names[0]:
+        raise ValueError("the first line has semicolons and no comma; write the file with commas")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"the first line must name each column once, and is {names}")
+    return names, reader
+
+
 def _read_csv(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
     """Yields (rows, 0). The first line names the columns; an empty field is a missing one."""
-    delimiter = "\t" if table_path.suffix == ".tsv" else ","
-    csv.field_size_limit(MAX_BATCH_BYTES)
     with table_path.open(encoding="utf-8-sig", newline="") as table_file:
-        reader = csv.reader(table_file, delimiter=delimiter, strict=True)
-        names = next(reader, [])
-        if len(names) == 1 and ";" in names[0]:
-            raise ValueError("the first line has semicolons and no comma; write the file with commas")
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"the first line must name each column once, and is {names}")
+        names, reader = _read_header(table_path, table_file)
         try:
             for values in filter(None, reader):
                 if len(values) != len(names):

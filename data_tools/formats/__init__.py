@@ -10,6 +10,7 @@ preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys tha
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from megatron_vl.data.sample.boxes import FRAMES, MARKER
@@ -20,6 +21,7 @@ from megatron_vl.data.sample.conversation_checks import (
     order_results,
 )
 
+from ..input_files import MAX_SHOWN_NAMES
 from . import alpaca, documents, turn_lists, turn_pairs
 from .alpaca import ANSWER_FIELDS, QUESTION_FIELDS
 from .conversation import (
@@ -68,8 +70,6 @@ USUAL_COLUMNS = {
     "video": ("video", "videos", "video_path"),
 }
 """Names of columns, by their part in ``--columns``."""
-MAX_SHOWN_NAMES = 300
-"""Characters of the names of fields that a message shows."""
 BOXES = "boxes without a place in the text; write 'objects' and markers, as docs/boxes.md says"
 PREFERENCES = "preferences, which supervised training cannot use"
 UNSUPERVISED_FIELDS = {
@@ -219,6 +219,8 @@ def _format_advice(record: dict[str, Any]) -> str:
         columns = ",".join(f"{key}={part}" for part, key in parts.items() if key)
         is_marked = MEDIA_MARKER.search(str(record[parts["user"]])) or not (parts["image"] or parts["video"])
         return f"give --columns {columns}{'' if is_marked else ' --missing-markers first'}"
+    if near := [field for key in keys for field in get_close_matches(key, CONVERSATION_FIELDS, 1)]:
+        return f"did you mean {near[0]!r}?"
     return (
         f"formats have {', '.join(CONVERSATION_FIELDS)}, a question ({', '.join(QUESTION_FIELDS)}) and its"
         f" answer ({', '.join(ANSWER_FIELDS)}), or {', '.join(documents.FIELDS)}; or name the columns with"

@@ -10,6 +10,8 @@ from .record_reader import RecordFormat, RecordReader, listed_turns
 
 QUESTION_KEYS = ("human", "user")
 ANSWER_KEYS = ("assistant", "gpt", "bot")
+LISTED_TURNS = {"from": "conversations", "role": "messages"}
+"""The field of turns that have this key."""
 
 
 def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
@@ -25,7 +27,10 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
         for role, role_keys in (("user", QUESTION_KEYS), ("assistant", ANSWER_KEYS)):
             text_key = next((name for name in role_keys if turn_pair.get(name) is not None), None)
             if text_key is None:
-                raise RecordError("bad turn", f"the {role}'s text is missing ({role_keys[0]!r})", field_path)
+                listed_field = next((LISTED_TURNS[key] for key in LISTED_TURNS if key in turn_pair), "")
+                advice = f"; did you mean the field {listed_field!r}?" if listed_field else ""
+                detail = f"the {role}'s text is missing ({role_keys[0]!r}){advice}"
+                raise RecordError("bad turn", detail, field_path)
             read_keys.append(text_key)
             messages.append(reader.read_content(role, turn_pair[text_key], f"{field_path}.{text_key}"))
         reader.note_ignored_keys("turns", turn_pair, *read_keys)

@@ -20,6 +20,9 @@ from megatron_vl.config.options import valid_range
 from megatron_vl.system.folder_kind import folder_kind, why_no_model
 from megatron_vl.system.plurals import pluralize
 
+LONG_CPU_STEP = 8192
+"""Tokens of a step that takes minutes on CPU, even with the smallest models."""
+
 
 def _refuse_if(is_impossible: object, message: str) -> None:
     if is_impossible:
@@ -290,8 +293,12 @@ def check_inputs(config: TrainConfig) -> None:
 
 
 def check_weights_exist(config: TrainConfig) -> None:
-    """Raises RunConfigError if the weights that a new run starts from are not there."""
-    hf_dir, weights_path = config.model.hf, config.model.checkpoint
+    """Raises RunConfigError if the weights or adapters that a new run starts from are not there."""
+    hf_dir, weights_path, adapter = config.model.hf, config.model.checkpoint, config.lora.adapter
+    _refuse_if(
+        adapter and not Path(adapter).exists(),
+        f"lora.adapter {adapter} does not exist; give a run with LoRA or a folder of adapters",
+    )
     _refuse_if(
         not weights_path and not any(Path(hf_dir).glob("*.safetensors")),
         f"model.checkpoint is empty, and model.hf {hf_dir} holds no weights (*.safetensors); download the"
@@ -370,6 +377,11 @@ def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
         remarks.append("checkpoint.dir is empty: no checkpoint of this run is saved")
     if not (lora.rank or lora.adapter) and lora != LoraConfig():
         remarks.append("lora.rank is 0: the whole model is trained, and other fields of lora have no effect")
+    step_tokens = config.global_batch_size * config.data.seq_len
+    if on_cpu and step_tokens > LONG_CPU_STEP and not config.data.is_synthetic:
+        remarks.append(
+            f"{step_tokens:,} tokens are a long step on cpu; give a smaller --global_batch_size to try a run"
+        )
     if on_cpu and config.dtype == "bfloat16":
         remarks.append("dtype bfloat16 is slow and less exact on cpu; leave dtype out for float32")
     return remarks

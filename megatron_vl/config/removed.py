@@ -108,13 +108,21 @@ REMOVED = {
 }
 
 
-def explain_unknown(name: str, known_names: Sequence[str]) -> str:
+def explain_unknown(name: str, known_names: Sequence[str], words_before: Sequence[str] = ()) -> str:
     """What to give instead of an unknown field, option or command, in one line.
 
     Args:
         name: a dotted field, the word of an option such as ``--learning-rate``, or a command.
         known_names: the names that are valid here, spelled in the same way.
+        words_before: the words of the command line before it.
     """
+    flags = [word.partition("=")[0] for word in words_before if word.startswith("--")]
+    if flags[-1:] == ["--data.path"] and not name.startswith("--"):
+        return (
+            f"--data.path takes one path, and {name} is another: make one data set of several files with"
+            " `megatron-vl data convert --input FILE FILE --out DIR`, or write a blend of data sets into the"
+            " run's YAML, as a list of {path, weight}"
+        )
     plain_name = name.removeprefix("--").replace("-", "_")
     advice = REMOVED.get(plain_name) or REMOVED.get(name)
     if advice:

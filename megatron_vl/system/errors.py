@@ -40,7 +40,7 @@ _RECORD_ERRNOS = {
     *(errno.EINVAL, errno.EILSEQ),  # a name that the file system cannot hold, or a damaged offset
 }
 """What the system says about a path or a position that a record or an index names."""
-_DISK_REMEDIES = {
+DISK_REMEDIES = {
     errno.ENOSPC: "make room on its disk, or give a folder on another one",
     errno.EDQUOT: "delete files of yours there, or give a folder elsewhere",
     errno.EROFS: "give a folder that can be written to",
@@ -124,8 +124,8 @@ def follows_lost_rank(error: BaseException) -> bool:
 def describe_error(error: BaseException) -> str:
     """The text to show for an error: its message, and for a bug its traceback and how to report it."""
     message = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.errno in _DISK_REMEDIES and error.filename:
-        message = f"{error.filename}: {error.strerror}; {_DISK_REMEDIES[error.errno]}"
+    if isinstance(error, OSError) and error.errno in DISK_REMEDIES and error.filename:
+        message = f"{error.filename}: {error.strerror}; {DISK_REMEDIES[error.errno]}"
     if "Too many open files" in message and "ulimit" not in message:
         message += "; raise the limit of open files (`ulimit -n`) where the command is started"
     if is_user_fixable(error) and not os.environ.get(TRACEBACK_VARIABLE):

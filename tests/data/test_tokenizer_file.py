@@ -17,6 +17,7 @@ from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resolve import resolve_run
 from tests.training.test_resolve import describe_data
+from toolkit.cli import main
 from toolkit.common.hf_loading import load_hf_processor
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
@@ -160,12 +161,16 @@ def test_added_tokens_keep_their_lstrip_and_rstrip(tmp_path):
     assert trained == ["a", "<|box_start|>", "b", "<|im_end|>"]  # both tokens have taken white space
 
 
-def start(folder: Path, tmp_path: Path, tp: int = 1):
-    """What a start asks for first."""
+def run_fields(folder: Path, tmp_path: Path) -> list[str]:
     if not (tmp_path / "data").exists():
         describe_data(tmp_path / "data")
     fields = ["--model.hf", str(folder), "--data.path", str(tmp_path / "data"), "--platform", "cpu"]
-    return resolve_run(parse_config([*fields, "--data.seq_len", "512", "--parallel.tp", str(tp)]), tp)
+    return [*fields, "--data.seq_len", "512"]
+
+
+def start(folder: Path, tmp_path: Path, tp: int = 1):
+    """What a start asks for first."""
+    return resolve_run(parse_config([*run_fields(folder, tmp_path), "--parallel.tp", str(tp)]), tp)
 
 
 def test_start_names_the_class_that_replaces_rules(folder, tmp_path):
@@ -177,7 +182,11 @@ def test_start_names_the_class_that_replaces_rules(folder, tmp_path):
     write_rules(folder, CHANGES["digits by three"], "Qwen2Tokenizer")
     [note] = [note for note in start(folder, tmp_path).run_notes if "tokenizer.json" in note]
     name = "Qwen3_5Tokenizer" if takes_own_class else "Qwen2Tokenizer"
-    assert note.startswith(f"NOTE: {name} of transformers ") and "split pattern" in note
+    replaced = f"{name} of transformers {transformers.__version__} replaces the split pattern of "
+    assert note == (
+        f"NOTE: {replaced}{folder / 'tokenizer.json'}: training uses the file, and serving with this"
+        " transformers gives some texts other tokens than they were trained with"
+    )
 
 
 def with_tokens(folder: Path, count: int) -> None:
@@ -186,7 +195,7 @@ def with_tokens(folder: Path, count: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_token_without_a_row_in_the_embedding_is_refused(tmp_path):
+def test_token_without_a_row_in_the_embedding_is_refused(tmp_path, capsys):
     folder = tmp_path / "hf"
     write_tiny_checkpoint(folder, "qwen3_vl")
     spec = read_spec(folder)
@@ -199,3 +208,5 @@ def test_token_without_a_row_in_the_embedding_is_refused(tmp_path):
     for refuse in (partial(ChatEncoder, folder, spec), *starts):
         with pytest.raises(ChatError, match=rf"token ids up to {rows} .*embedding has {rows} rows"):
             refuse()
+    assert main(["train", *run_fields(folder, tmp_path), "--dry-run"]) == 1
+    assert f"train: {folder}: the tokenizer has token ids up to {rows} (" in capsys.readouterr().err

@@ -19,6 +19,7 @@ import yaml
 from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.formats import RecordError, read_conversation
 from data_tools.records import ConvertError, read_records
+from megatron_vl.system import durable_files
 from tests.data.datasets import converted, mixed_records
 from tests.data.media import encoded, video, write
 from toolkit.cli import main
@@ -363,6 +364,20 @@ def test_machine_faults_are_not_blamed_on_a_record(tmp_path, monkeypatch, capsys
     failures_left = 0
     assert run(tmp_path, records, "--max-quarantined", "0.4") == 0
     assert list(refused(tmp_path / "out")) == [3]
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "remedy"),
+    [(errno.EROFS, "make_dirs", "give a folder"), (errno.ENOSPC, "fsync_tree", "make room")],
+)
+def test_disk_that_takes_nothing_is_named_with_what_to_do(tmp_path, monkeypatch, capsys, fault, step, remedy):
+    def fails(path: Path) -> None:
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(durable_files, step, fails)
+    assert run(tmp_path, [TEXT]) == 1
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith(f"megatron-vl data convert: {tmp_path}/out: {os.strerror(fault)}; {remedy}")
 
 
 def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys):

@@ -8,9 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
-from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.convert import ConversionOptions, check_inputs, convert_dataset
 from data_tools.formats import RecordError, read_conversation
 from data_tools.input_files import InputFile, parse_columns
 from data_tools.media import MediaRoots, is_embedded, read_media
@@ -39,6 +40,7 @@ def test_csv_rows_are_records_with_quotes_newlines_and_missing_fields(tmp_path: 
         ("a,a\n1,2\n", "must name each column once"),
         ('a,b\n1,"2\n', "line 2: unexpected end of data"),
         ("a,b\n1,\xe9\n", "decode"),
+        ("a;b\n1;2\n", "has semicolons and no comma; write the file with commas"),
     ],
 )
 def test_csv_that_is_broken_is_refused(tmp_path: Path, text: str, message: str):
@@ -158,6 +160,9 @@ def test_long_reference_is_cut_in_messages():
         ({"prompt": "<image>a", "answer": "b", "image": "c"}, "prompt=user,answer=assistant,image=image$"),
         ({"url": "a", "alt": "b"}, "has 'alt', 'url'; formats have messages, .* with --columns"),
         ({}, "has no field; "),
+        ({"message": [{"role": "user", "content": "a"}]}, "has 'message'; did you mean 'messages'.$"),
+        ({"conversation": [{"from": "human", "value": "a"}]}, "did you mean the field 'conversations'.$"),
+        ({"conversation": [{"role": "user", "content": "a"}]}, "did you mean the field 'messages'.$"),
     ],
 )
 def test_record_without_format_names_its_fields_and_what_to_do(record: dict[str, Any], advice: str):
@@ -165,17 +170,36 @@ def test_record_without_format_names_its_fields_and_what_to_do(record: dict[str,
         read_conversation(record)
 
 
-@pytest.mark.parametrize(
-    ("columns", "detail"),
-    [
-        ("quest=user,answer=assistant", r"no question among the fields \['output', 'question'\]"),
-        ("question=user,reply=assistant", r"no answer among the fields \['answer', 'instruction'\]"),
-    ],
-)
-def test_column_that_does_not_exist_is_seen_among_those_that_do(columns: str, detail: str):
-    named = InputFile(Path("a.csv"), "alpaca", parse_columns(columns))
-    with pytest.raises(RecordError, match=detail):
-        read_conversation(named.rename_fields({"question": "a", "answer": "b"}), "alpaca")
+@pytest.mark.parametrize("form", ["csv", "tsv", "parquet", "arrow", "json", "jsonl"])
+def test_column_that_does_not_exist_is_refused_with_those_that_do(form: str, tmp_path: Path):
+    """Empty fields of a CSV are absent from its records, and only some records of JSON may have an image."""
+    records, other, empty = tmp_path / f"a.{form}", tmp_path / f"b.{form}", None if form == "parquet" else ""
+    for path, names in ((records, ("question", "answer", "image")), (other, ("question", "answer"))):
+        rows = [dict.fromkeys(names, "b") | {name: empty for name in names[2:]}] * 2
+        if form in ("csv", "tsv"):
+            lines = [names, *(row.values() for row in rows)]
+            path.write_text("".join(f"{('\t' if form == 'tsv' else ',').join(line)}\n" for line in lines))
+        elif form == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        elif form == "arrow":
+            table = pyarrow.Table.from_pylist(rows)
+            with pyarrow.ipc.new_stream(path, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            path.write_text("\n".join(map(json.dumps, rows)) if form == "jsonl" else json.dumps(rows))
+
+    def read(columns: str, *paths: Path) -> list[InputFile]:
+        return check_inputs([*paths], ConversionOptions((), tmp_path / "out", columns=columns))
+
+    assert len(read("question=user,answer=assistant,image=image", records, other)) == 2
+    assert read("question=user,answer=assistant", other)[0].field_by_column["answer"] == "output"
+    has = rf"{records} has no 'reply'; it has 'question', 'answer', 'image'$"
+    for columns in ("question=user,reply=assistant", "answer=assistant,reply=user", "reply=caption"):
+        with pytest.raises(ConvertError, match=f"--columns {columns}: {has}"):
+            read(columns, records)
+    if form in ("csv", "tsv", "parquet"):
+        with pytest.raises(ConvertError, match=rf"{other} has no 'img'; it has 'question', 'answer'$"):
+            read("question=user,answer=assistant,img=image", other, records)
 
 
 def test_texts_of_users_and_assistants_are_turns():
@@ -184,9 +208,3 @@ def test_texts_of_users_and_assistants_are_turns():
     assert [message["role"] for message in read.messages] == ["user", "assistant"] * 2
     assert read.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "q0"}]
     assert read.messages[3]["content"] == "a1" and read.ignored_keys == [("turns", "source")] * 2
-
-
-def test_semicolons_between_columns_are_refused(tmp_path: Path):
-    (tmp_path / "a.csv").write_text("question;answer\na;b\n")
-    with pytest.raises(ConvertError, match="has semicolons and no comma; write the file with commas"):
-        list(read_records(tmp_path / "a.csv"))

@@ -60,6 +60,8 @@ SLIPS = {
     "zzz": "zzz is unknown; valid: train, plan, convert,",
     "data shw": "data shw is unknown; did you mean data show?",
     "checkpoint": "checkpoint needs a command after it; valid: checkpoint show, checkpoint verify, ",
+    "train --data.path a.json b.json --steps 3": "takes one path, and b.json is another: make one data set",
+    "train --data.path=a.json --steps 3 b.json": "b.json is unknown",
     # wrong types and forms
     "train --steps five": "field 'steps': expected a whole number, got five",
     "train --parallel 4": "--parallel is unknown; did you mean --parallel.tp or --parallel.pp or ",

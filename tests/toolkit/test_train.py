@@ -134,6 +134,7 @@ def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
         "nothf holds no config.json": ["--model.hf", str(tmp_path / "nothf"), *data],
         "weightless holds no weights": ["--model.hf", str(weightless), *data],
         "random does not exist": [*inputs, "--model.checkpoint", str(tmp_path / "random")],
+        "no_run does not exist; give a run": [*inputs, "--lora.adapter", str(tmp_path / "no_run")],
         "records.json is a file": [*model, *data, "--checkpoint.dir", str(records / "run")],
         "3 ranks do not divide the world size 4": [*inputs, "--nproc-per-node", "4", "--parallel.tp", "3"],
         "fp8.recipe delayed needs a GPU": [*model, *data, "--platform", "cpu", "--fp8.recipe", "delayed"],

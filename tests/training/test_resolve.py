@@ -127,6 +127,19 @@ def test_fields_of_adapters_without_a_rank_are_remarked() -> None:
         assert (remark in remarks) == is_remarked, fields
 
 
+def test_long_steps_on_cpu_are_remarked() -> None:
+    """As those of the default, 8 rows of at least 2,048 tokens; not those of the pages, nor random rows."""
+    for words, on_cpu, is_remarked in (
+        ("--data.path d", True, True),
+        ("--data.path d", False, False),
+        ("--data.path d --data.seq_len 1024 --global_batch_size 2", True, False),
+        ("--data.path synthetic:text", True, False),
+    ):
+        remarks = config_remarks(parse_config(["--data.seq_len=2048", *words.split()]), on_cpu)
+        said = "16,384 tokens are a long step on cpu; give a smaller --global_batch_size to try a run"
+        assert (said in remarks) == is_remarked, words
+
+
 @pytest.mark.parametrize("is_in_file", [False, True])
 def test_stated_default_beside_adapters_is_refused_if_they_differ(tmp_path: Path, is_in_file: bool) -> None:
     """A field that is left out takes the adapters' value; one that states its default is meant."""

@@ -82,7 +82,8 @@ def parse_command_line[Options: CommandOptions](
         items = [item for item in shown_options(options_class) if not item.metadata.get("positional")]
         fields = [*field_types(), "config"] if options_class.run_fields else []
         known_names = [*(option_flag(item.name) for item in items), *(f"--{field}" for field in fields)]
-        parser.error(explain_unknown(name, [*known_names, "--help"]))
+        words_before = argv[: argv.index(unknown[0])]
+        parser.error(explain_unknown(name, [*known_names, "--help"], words_before))
     given = {name: value for name, value in vars(parsed).items() if value is not None}
     parsed_options = options_class(**given, words=[*argv])
     parsed_options.check()
