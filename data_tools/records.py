@@ -71,6 +71,8 @@ def read_records(
         except (ValueError, OSError) as error:
             raise ConvertError(f"{records_path} cannot be read: {error}") from error
         return
+    if records_path.suffix in (".gz", ".zst") and Path(records_path.stem).suffix in tables.TABLE_SUFFIXES:
+        raise ConvertError(f"{records_path} is a compressed table, which is not read; decompress it first")
 
     with _open_content(records_path) as (raw_file, content_file):
         # Only looked at, because a pipe cannot be read twice.

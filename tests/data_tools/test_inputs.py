@@ -103,6 +103,9 @@ def test_compressed_files_are_read_and_damage_is_named(tmp_path, array, suffix):
     path.write_bytes(packed[: len(packed) // 2])
     with pytest.raises(ConvertError, match=f"a.json.{suffix} is damaged"):
         list(read_records(path))
+    table = path.with_name(f"a.csv.{suffix}")
+    with pytest.raises(ConvertError, match=f"a.csv.{suffix} is a compressed table"):
+        list(read_records(path.rename(table)))
 
 
 def test_damaged_tables_are_named(tmp_path):
