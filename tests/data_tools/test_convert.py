@@ -20,7 +20,7 @@ from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.formats import RecordError, read_conversation
 from data_tools.records import ConvertError, read_records
 from tests.data.datasets import converted, mixed_records
-from tests.data.media import encoded, video, write
+from tests.data.media import encoded, reader_without_memory, video, write
 from toolkit.cli import main
 
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
@@ -365,11 +365,21 @@ def test_machine_faults_are_not_blamed_on_a_record(tmp_path, monkeypatch, capsys
     assert list(refused(tmp_path / "out")) == [3]
 
 
-def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("media", "num_reads"),
+    [
+        ({"image": "a.png"}, 0),
+        ({"video": "a.mp4"}, 2),  # within the decoder
+        ({"videos": [["a.png"]]}, 0),  # where the archive is opened
+        ({"videos": [["a.png"]]}, 8),  # where an image of it is read
+    ],
+)
+def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys, media, num_reads):
     write(tmp_path / "m/a.png", encoded(30, 30))
-    records = [TEXT, asks("<image>", image="a.png")]
+    write(tmp_path / "m/a.mp4", video(8, 320, 320))
+    records = [TEXT, asks("<image>" if "image" in media else "<video>", **media)]
     with monkeypatch.context() as patched:
-        patched.setattr("PIL.ImageFile.ImageFile.load", lambda image: bytearray(1 << 60))
+        patched.setattr("io.BytesIO", reader_without_memory(num_reads))
         assert run(tmp_path, records, "--workers", "2") == 1
     message = capsys.readouterr().err
     assert "in.json: record 2: MemoryError" in message and "lower --workers" in message
