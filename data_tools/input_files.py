@@ -258,7 +258,7 @@ def record_files(folder: Path) -> Iterator[Path]:
 
 
 def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
-    """Raises ConvertError if a file, with links followed, is not inside its folder: the rule for media."""
+    """Raises ConvertError if a file, with links followed, is not inside its folder, or is a named pipe."""
     allowed_dir = input_dir.resolve()
     for parent_dir in (allowed_dir, *allowed_dir.parents):
         # The files of a hub's cache are links to its folder of blobs.
@@ -271,6 +271,8 @@ def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
                 f"{file_path} leads to {file_path.resolve()}, which is not inside {allowed_dir}; copy the"
                 " file there, or give it as an input of its own"
             )
+        if file_path.is_fifo():
+            raise ConvertError(f"{file_path} is a named pipe; give it as an input of its own")
 
 
 def _read_json(json_path: Path) -> Any:

@@ -291,9 +291,12 @@ def _wait_for_ranks(poll_interval_s: float = 1.0) -> None:
 
 
 def _find_rank_pids() -> list[int]:
-    """The ranks among this process's children: programs of their own, or forks of it."""
-    forked_command = tuple(psutil.Process().cmdline())
-    commands_by_pid = list_children(os.getpid())
+    """The ranks among this process's children: programs of their own, or forks of it. None without /proc."""
+    try:
+        forked_command = tuple(psutil.Process().cmdline())
+        commands_by_pid = list_children(os.getpid())
+    except (psutil.Error, OSError):
+        return []
     return [
         pid
         for pid, command in commands_by_pid.items()

@@ -109,6 +109,7 @@ def test_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
 
 
 def test_memory_and_own_process_are_known_without_proc(monkeypatch):
+    from megatron_vl import launch
     from megatron_vl.parallel import heartbeat
     from megatron_vl.system import host_memory
 
@@ -122,6 +123,7 @@ def test_memory_and_own_process_are_known_without_proc(monkeypatch):
     monkeypatch.setattr(psutil, "Process", not_found)
     assert host_memory.available_bytes() > 0 and host_memory.memory_limits_text()
     assert heartbeat.own_process().pid == os.getpid() and not heartbeat.own_process().is_local()
+    assert launch._find_rank_pids() == [] and not launch._is_stopped_process(1)
 
 
 def test_closed_stderr_is_no_bug(tmp_path):

@@ -35,8 +35,8 @@ def hf_weights_name(config: TrainConfig) -> str:
 def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> dict[str, str]:
     """Digests of what every rank reads, by path: the processor's settings, and where the weights come
     from."""
-    from converters.hf_checkpoint import HfCheckpoint  # they import torch
-    from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder
+    from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder  # they import torch
+    from megatron_vl.training.start_weights import open_mtp_weights, open_start_weights
     from megatron_vl.weights.manifest import MANIFEST_FILE
     from megatron_vl.weights.model_digest import model_digest
     from megatron_vl.weights.weight_reader import find_weights_dir
@@ -53,8 +53,14 @@ def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint |
     folders = [folder for folder in weights if folder and folder != RANDOM_WEIGHTS]
     digests = _digests([*files, *(find_weights_dir(folder) / MANIFEST_FILE for folder in folders)])
     # No file of a Hugging Face folder holds the hashes of its weights.
+    mtp_weights = open_mtp_weights(config, source_checkpoint.path if source_checkpoint is not None else None)
     if reads_start_weights and not config.model.checkpoint:
-        digests[hf_weights_name(config)] = model_digest(HfCheckpoint(config.model.hf))
+        hf_weights = open_start_weights(config)
+        assert hf_weights is not None
+        digests[hf_weights_name(config)] = model_digest(hf_weights)
+        mtp_weights = mtp_weights or (hf_weights if config.mtp.loss else None)
+    if mtp_weights is not None:
+        digests[f"{config.model.hf} (multi-token prediction)"] = model_digest(mtp_weights, of_mtp=True)
     return digests
 
 

@@ -61,15 +61,15 @@ def recorded_base(facts: Mapping[str, Any] | None) -> LoraBase:
     return LoraBase(str(base.get("digest", "")), str(base.get("path", "")))
 
 
-def model_digest(source: CanonicalWeights) -> str:
+def model_digest(source: CanonicalWeights, *, of_mtp: bool = False) -> str:
     """A digest of values from all over every tensor; a model of 400 B parameters takes seconds.
 
-    It does not depend on whether a run trains multi-token prediction.
+    It does not depend on whether a run trains multi-token prediction, and ``of_mtp`` is that of it alone.
     """
     digest = hashlib.sha256()
     source.expect_scattered_reads(True)
     for tensor_name, tensor_info in trained_table(source.spec, source.lora).items():
-        if tensor_name.startswith(MTP_PREFIX):
+        if tensor_name.startswith(MTP_PREFIX) != of_mtp:
             continue
         digest.update(f"{tensor_name} {tensor_info.shape}".encode())
         for region in _sampled_regions(tensor_info):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
@@ -14,7 +15,7 @@ from converters.convert import convert_adapter, convert_weights, export_adapter,
 from converters.hf_checkpoint import HfCheckpoint
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from megatron_vl.spec.tensors import tensor_table
-from megatron_vl.weights.model_digest import LoraBase, model_digest
+from megatron_vl.weights.model_digest import DIGEST_ROWS, LoraBase, model_digest
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.tiny import tiny_checkpoint
@@ -51,14 +52,18 @@ def test_digest_is_that_of_the_converted_weights(tmp_path: Path, family: str) ->
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_digest_reads_the_last_rows_and_every_expert(tmp_path: Path, family: str) -> None:
+def test_digest_reads_each_part_of_a_tensor_and_every_expert(tmp_path: Path, family: str) -> None:
     convert_weights(tiny_checkpoint(family), tmp_path / "full")
     [file] = (tmp_path / "full").glob("*.safetensors")
     reader = WeightReader(tmp_path / "full", should_verify=False)
     digest, tensors = model_digest(reader), load_file(file)
     infos = tensor_table(reader.spec)
+    embedding = "language_model.embedding.word_embeddings.weight"
+    rows = len(tensors[embedding])
+    stretch = (rows - 1) // (DIGEST_ROWS - 1) + 1  # so many rows in a row hold one that is read
+    changes: list[tuple[str, Any]] = [(embedding, (0, 17)), (embedding, (-1, -1))]
+    changes += [(embedding, slice(at, at + stretch)) for at in (rows // 3, rows // 2, rows - 2 * stretch)]
     stack_name = next(name for name, info in infos.items() if info.num_experts)
-    changes = [("language_model.embedding.word_embeddings.weight", -1)]
     changes += [(stack_name, expert) for expert in range(infos[stack_name].num_experts)]
     for tensor_name, index in changes:
         changed = tensors | {tensor_name: tensors[tensor_name].clone()}

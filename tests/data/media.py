@@ -91,6 +91,20 @@ def video_of(
         return file.read()
 
 
+def reader_without_memory(num_reads: int) -> type[io.BytesIO]:
+    """In place of ``io.BytesIO``: a decoder that has read so many times finds no more memory."""
+
+    class Reader(io.BytesIO):
+        def read(self, *size: int) -> bytes:
+            nonlocal num_reads
+            num_reads -= 1
+            if num_reads < 0:
+                raise MemoryError("no room for pixels")
+            return super().read(*size)
+
+    return Reader
+
+
 def write(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -11,15 +12,22 @@ import resource
 import shutil
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from PIL import Image
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.fill_row import choose_row_samples
+from megatron_vl.data.sample.frame_archive import FrameArchiveInfo, pack_frames
+from megatron_vl.data.sample.images import decode_image
+from megatron_vl.data.sample.videos import probe_video
 from megatron_vl.data.source.bad_samples import BadSampleMeter
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.source.energon_datasets import open_sample_reader
@@ -28,7 +36,7 @@ from tests.tiny import tiny_checkpoint
 
 from . import mixtures
 from .datasets import converted, mixed_records, open_loader, turns
-from .media import encoded, write
+from .media import encoded, reader_without_memory, video, video_of, write
 
 COUNT = 24
 
@@ -301,13 +309,29 @@ def test_machine_fault_loses_no_sample(dataset, monkeypatch, fault):
         epoch(dataset, num_workers=1)
 
 
-def test_decoder_without_memory_is_not_damage(dataset, monkeypatch):
-    def fails(*arguments: Any) -> None:
-        raise MemoryError("no room for pixels")
-
-    monkeypatch.setattr("simplejpeg.decode_jpeg", fails)
+@pytest.mark.parametrize(("kind", "num_reads"), [("images", 0), ("videos", 3), ("frames", 0), ("frames", 8)])
+def test_decoder_without_memory_is_not_damage(tmp_path, monkeypatch, kind, num_reads):
+    media = {"images": ["a.png"], "videos": ["a.mp4"], "frames": [["a.png", "a.png"]]}[kind]
+    write(tmp_path / "media/a.png", encoded(56, 56))
+    write(tmp_path / "media/a.mp4", video(12, 56, 84))
+    asked = [{"from": "human", "value": "<image>" if kind == "images" else "<video>"}, turns(1)[1]]
+    out, _ = converted(tmp_path, [{kind.replace("frames", "videos"): media, "conversations": asked}])
+    rows = loader(out)
+    monkeypatch.setattr("io.BytesIO", reader_without_memory(num_reads))
     with pytest.raises(MemoryError, match="no room for pixels"):
-        epoch(dataset)
+        next(rows)
+
+
+@contextmanager
+def memory_limit(spare_bytes: int) -> Iterator[None]:
+    """Refuses this process more address space than this beyond what it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + spare_bytes, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_reader_without_memory_is_not_damage(tmp_path):
@@ -315,14 +339,25 @@ def test_reader_without_memory_is_not_damage(tmp_path):
     turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A wave."}]
     out, _ = converted(tmp_path, [{"image": "a.jpg", "conversations": turns}])
     rows = loader(out)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (128 << 20), hard))
-        with pytest.raises(MemoryError):
-            next(rows)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    with memory_limit(128 << 20), pytest.raises(MemoryError):
+        next(rows)
+
+
+@pytest.mark.parametrize("form", ["WEBP", "MP4", "frames"])
+def test_large_medium_without_memory_is_not_damage(form):
+    """Pillow and FFmpeg say of most formats that the data are broken."""
+    black = np.zeros((6144, 6144, 3), np.uint8)
+    if form == "MP4":
+        data = video_of([black])
+    elif form == "frames":
+        data = pack_frames([("a.png", encoded(56, 56) + bytes(256 << 20))], FrameArchiveInfo(1.0, "whole"))
+    else:
+        Image.fromarray(black).save(file := io.BytesIO(), form, lossless=True)
+        data = file.getvalue()
+    decode = decode_image if form == "WEBP" else probe_video
+    decode(data)
+    with memory_limit(16 << 20), pytest.raises(MemoryError):
+        decode(data)
 
 
 def test_reader_keeps_memory_flat(dataset):

@@ -21,7 +21,7 @@ from data_tools.formats import RecordError, read_conversation
 from data_tools.records import ConvertError, read_records
 from megatron_vl.system import durable_files
 from tests.data.datasets import converted, mixed_records
-from tests.data.media import encoded, video, write
+from tests.data.media import encoded, reader_without_memory, video, write
 from toolkit.cli import main
 
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
@@ -380,11 +380,21 @@ def test_disk_that_takes_nothing_is_named_with_what_to_do(tmp_path, monkeypatch,
     assert last_line.startswith(f"megatron-vl data convert: {tmp_path}/out: {os.strerror(fault)}; {remedy}")
 
 
-def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("media", "num_reads"),
+    [
+        ({"image": "a.png"}, 0),
+        ({"video": "a.mp4"}, 2),  # within the decoder
+        ({"videos": [["a.png"]]}, 0),  # where the archive is opened
+        ({"videos": [["a.png"]]}, 8),  # where an image of it is read
+    ],
+)
+def test_too_little_memory_stops_the_conversion(tmp_path, monkeypatch, capsys, media, num_reads):
     write(tmp_path / "m/a.png", encoded(30, 30))
-    records = [TEXT, asks("<image>", image="a.png")]
+    write(tmp_path / "m/a.mp4", video(8, 320, 320))
+    records = [TEXT, asks("<image>" if "image" in media else "<video>", **media)]
     with monkeypatch.context() as patched:
-        patched.setattr("PIL.ImageFile.ImageFile.load", lambda image: bytearray(1 << 60))
+        patched.setattr("io.BytesIO", reader_without_memory(num_reads))
         assert run(tmp_path, records, "--workers", "2") == 1
     message = capsys.readouterr().err
     assert "in.json: record 2: MemoryError" in message and "lower --workers" in message

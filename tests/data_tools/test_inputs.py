@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -207,6 +208,10 @@ def test_files_outside_the_input_are_not_read(tmp_path):
         with pytest.raises(ConvertError, match="which is not inside"):
             find_input_files([index_of(inside, {"d": {"file_name": name}})])
     with pytest.raises(ConvertError, match=f"link.jsonl leads to {secret}, which is not inside"):
+        find_input_files([inside])
+    (inside / "link.jsonl").unlink()
+    os.mkfifo(inside / "pipe.jsonl")  # without a writer, nothing would end the wait for it
+    with pytest.raises(ConvertError, match="pipe.jsonl is a named pipe"):
         find_input_files([inside])
 
     hub = tmp_path / "hub/datasets--a"

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -97,13 +98,34 @@ def test_wait_for_a_rank_ends_at_a_signal_and_at_its_limit() -> None:
     assert late.wait() == 1 and "JoinError: 1 of 2 ranks" in err and "raise failures.timeout_s" in err
 
 
-@pytest.mark.parametrize(("timeout_s", "limit_s"), [(0, 1800), (60, 300), (600, 1800), (700, 2100)])
-def test_wait_for_ranks_follows_the_timeout_of_failures(monkeypatch, timeout_s: int, limit_s: int) -> None:
-    given: list[float] = []
-    monkeypatch.setattr(start, "init_distributed", lambda *arguments: given.append(arguments[2]))
-    monkeypatch.setattr(start.failures, "watch_ranks", lambda _: None)
-    start.join_ranks(parse_config(["--platform=cpu", f"--failures.timeout_s={timeout_s}"]))
-    assert given == [limit_s]
+RENDEZVOUS = f"--rdzv-backend c10d --rdzv-endpoint {NO_NAME}"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "timeout_s", "limit_s"),
+    [
+        ("rank", 0, 1800),
+        ("rank", 60, 300),
+        ("--node-rank 0", 60, 300),
+        ("--node-rank 1", 600, 1800),
+        (RENDEZVOUS, 700, 2100),
+    ],
+)
+def test_wait_for_others_follows_the_timeout_of_failures(waiting: str, timeout_s: int, limit_s: int) -> None:
+    """The clock of the wait is a thousand times as fast."""
+    option, port = f"--failures.timeout_s={timeout_s}", free_port()
+
+    def wait() -> None:
+        clock = SimpleNamespace(monotonic=lambda: 1000 * time.monotonic(), sleep=time.sleep)
+        joining.time = clock  # type: ignore[assignment]
+        joining.NOTE_AFTER_S = 1e6
+        if waiting == "rank":
+            start.join_ranks(parse_config(["--platform=cpu", option]))
+        sys.exit(launch.main(["--nnodes", "2", "--master-port", str(port), *waiting.split(), *TRAIN, option]))
+
+    alone = Forked(wait, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=0, WORLD_SIZE=2)
+    text = alone.stderr.read()
+    assert alone.wait() == 1 and f"To wait longer than {limit_s} s, raise failures.timeout_s" in text
 
 
 def test_rank_that_comes_after_another_was_asked_to_stop_does_not_wait_for_it(monkeypatch) -> None:

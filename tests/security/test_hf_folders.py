@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import json
 from pathlib import Path
@@ -130,7 +131,11 @@ def test_folder_that_needs_its_own_code_is_refused_or_read_without_it(hf, mark, 
 
 
 def test_from_pretrained_forbids_remote_code_everywhere():
-    """Without the argument, transformers asks at the terminal and runs the code if the answer is yes."""
+    """Without the argument, transformers asks at the terminal and runs the code if the answer is yes.
+
+    A whole processor would load the models that its file names.
+    """
+    loaders = {"AutoTokenizer", "AutoImageProcessor", "AutoVideoProcessor", "AutoModelForImageTextToText"}
     seen = 0
     for folder in ("megatron_vl", "converters", "data_tools", "toolkit", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -141,6 +146,7 @@ def test_from_pretrained_forbids_remote_code_everywhere():
                 }
                 is_safe = given.get(None) == "SAFE_LOADING_ARGUMENTS"
                 assert is_safe or given.get("trust_remote_code") is False, f"{path}:{call.lineno}"
+                assert ast.unparse(call.func.value) in {*loaders, "peft.PeftModel"}, f"{path}:{call.lineno}"
                 seen += 1
     assert seen >= 3
 
@@ -161,15 +167,26 @@ def test_chat_templates_are_rendered_in_a_sandbox(hf, mark, kind):
         load_hf_processor(hf).apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
 
 
-@pytest.mark.parametrize("file", ["processor_config.json", "preprocessor_config.json"])
-def test_processor_that_names_another_model_is_refused(hf, tmp_path, file):
+@pytest.mark.parametrize(
+    ("file", "field", "depth"),
+    [
+        ("processor_config.json", "audio_tokenizer_name_or_path", ["audio_tokenizer"]),
+        ("preprocessor_config.json", "audio_tokenizer_name_or_path", ["audio_tokenizer"]),
+        ("video_preprocessor_config.json", "pretrained_model_name_or_path", []),
+        ("processor_config.json", "tokenizer_name_or_path", []),
+        ("processor_config.json", "_name_or_path", ["image_processor", 0, "any"]),
+    ],
+)
+def test_processor_that_names_another_model_is_refused(hf, tmp_path, file, field, depth):
     """transformers' processors load what the field names, with pickles."""
     if not (hf / file).is_file():
         (hf / file).write_text("{}")
-    outside = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": str(tmp_path / "outside")}
-    edit(hf / file, audio_tokenizer=outside)
+    named: object = {"audio_tokenizer_class": "DacModel", field: str(tmp_path / "outside")}
+    for key in reversed(depth):
+        named = {key: named} if isinstance(key, str) else [named]
+    edit(hf / file, **named)
     for read in (load_hf_processor, check_hf_folder):
-        with pytest.raises(ConfigError, match=f"{file}: field 'audio_tokenizer_name_or_path' names another"):
+        with pytest.raises(ConfigError, match=f"{file}: field '{field}' names another"):
             read(hf)
 
 

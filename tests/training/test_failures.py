@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,8 +25,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
-from converters.convert import convert_weights
+from converters.convert import convert_adapter, convert_weights
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert_dataset as convert_data
 from megatron_vl.config import RunConfigError, parse_config
@@ -36,8 +38,9 @@ from megatron_vl.train import run_rank
 from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.trainer import Trainer, TrainingStopped
+from tests.converters.peft_models import peft_folder
 from tests.support.ranks import Ended, run_apart, run_function
-from tests.support.tiny_run import options_of
+from tests.support.tiny_run import options_of, trained
 
 PROGRAM = "megatron_vl.train: "
 SECONDS = 20
@@ -62,7 +65,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
         )
         convert_data([folder / f"{name}.json"], options)
     convert_weights(hf, folder / "weights", {"tp": 1, "pp": 4})
-    return {"hf": hf, "folder": folder} | {name: folder / name for name in ("weights", "data", "half")}
+    peft_folder(folder / "peft", hf, target_modules=["q_proj"])
+    convert_adapter(folder / "peft", hf, folder / "lora")
+    names = ("weights", "data", "half", "peft", "lora")
+    return {"hf": hf, "folder": folder} | {name: folder / name for name in names}
 
 
 def one_message(ended: list[Ended]) -> str:
@@ -234,7 +240,7 @@ def nodes(prepared, folder: Path) -> dict[int, Path]:
     """Two working folders with the same files, as nodes with copies on their own disks."""
     folders = {rank: folder / f"node_{rank}" for rank in range(2)}
     for node in folders.values():
-        for name in ("hf", "weights", "data"):
+        for name in ("hf", "weights", "data", "peft", "lora"):
             shutil.copytree(prepared[name], node / name)
     return folders
 
@@ -246,31 +252,46 @@ def set_fields(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
-CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {
-    "hf/preprocessor_config.json": (lambda path: set_fields(path, image_mean=[0.5] * 3), True),
-    "weights/manifest.json": (lambda path: set_fields(path, origin={"step": 7}), True),
-    "hf/tokenizer.json": (lambda path: set_fields(path, normalizer=None), False),
-    "hf/chat_template.jinja": (lambda path: path.write_text("another template"), False),
-    "data/.nv-meta/split.yaml": (lambda path: path.write_text(path.read_text() + "\n"), False),
-    "data/.nv-meta/index.uuid": (Path.unlink, False),
+def add_to_values(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], bool, str]] = {
+    "hf/preprocessor_config.json": (lambda path: set_fields(path, image_mean=[0.5] * 3), True, ""),
+    "weights/manifest.json": (lambda path: set_fields(path, origin={"step": 7}), True, ""),
+    "hf/tokenizer.json": (lambda path: set_fields(path, normalizer=None), False, ""),
+    "hf/chat_template.jinja": (lambda path: path.write_text("another template"), False, ""),
+    "data/.nv-meta/split.yaml": (lambda path: path.write_text(path.read_text() + "\n"), False, ""),
+    "data/.nv-meta/index.uuid": (Path.unlink, False, ""),
+    "hf (weights)": (lambda path: add_to_values(path.parent / "hf"), True, "--model.checkpoint="),
+    "peft/adapter_config.json": (lambda path: set_fields(path, lora_alpha=7), True, "--lora.adapter=peft"),
+    "peft/adapter_model.safetensors": (Path.unlink, True, "--lora.adapter=peft"),
+    "lora/manifest.json": (lambda path: set_fields(path, origin={}), True, "--lora.adapter=lora"),
+    "run/step_00000001/run.json": (Path.unlink, True, "--checkpoint.dir=run"),
 }
-"""For each file, how the second node has another one, and whether all ranks read it."""
+"""For each file, how the second node has another one, whether all ranks read it, and the option that gives
+it."""
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", CHANGES)
 def test_run_rejects_other_files_under_the_same_path(prepared, tmp_path, monkeypatch, name) -> None:
+    change, all_read, option = CHANGES[name]
     folders = nodes(prepared, tmp_path)
+    if name.startswith("run/"):
+        trained(prepared, folders[0] / "run", "--stop_after", "1", ranks=1)
+        shutil.copytree(folders[0] / "run", folders[1] / "run")
     monkeypatch.chdir(folders[0])
-    config = parse_config(options_of(prepared, tmp_path / "run", *NODE_PATHS))
+    config = parse_config(options_of(prepared, tmp_path / "new", *NODE_PATHS, *option.split()))
     resolved_run = resolve_run(config, 1)
     monkeypatch.chdir(folders[1])
     for owns_loader in (False, True):
         check_same_files(resolved_run, owns_loader)
 
-    change, all_read = CHANGES[name]
     change(folders[1] / name)
     refused = pytest.raises(
-        RunConfigError, match=f"^{socket.gethostname()}: {name} is not as rank 0 reads it"
+        RunConfigError, match=rf"^{socket.gethostname()}: {re.escape(name)} is not as rank 0 reads it"
     )
     with refused:
         check_same_files(resolved_run, True)

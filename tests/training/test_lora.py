@@ -17,9 +17,11 @@ from torch import Tensor
 
 from converters.convert import convert_adapter, convert_weights, export_adapter, export_weights
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.models.lora import add_to_output
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.lora import fused_lora, trained_table
+from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.tensor_files import WeightsError
@@ -283,8 +285,14 @@ def test_run_rejects_lora_of_another_base(prepared: dict[str, Path], tmp_path: P
     # The base of what a run exports is what it began with, although its config comes from model.hf.
     export = ("--checkpoint.export_hf", "last")
     trained(prepared, tmp_path / "c", *LORA, *on_other, *export, ranks=1, steps=3)
-    adapter_config = json.loads((export_dir_path(tmp_path / "c", 3) / ADAPTER_CONFIG_FILE).read_text())
+    peft = export_dir_path(tmp_path / "c", 3)
+    adapter_config = json.loads((peft / ADAPTER_CONFIG_FILE).read_text())
     assert adapter_config["base_model_name_or_path"] == str(tmp_path / "other")
+    begins = ("--lora.adapter", str(peft), "--model.checkpoint", "", "--model.hf")
+    resolve_run(parse_config(options_of(prepared, tmp_path / "d", *begins, str(other))), 1)
+    refusal = rf"{peft} were .* other weights \({tmp_path / 'other'}\) than those in {prepared['hf']},"
+    with pytest.raises(RunConfigError, match=f"^lora.adapter: the adapters in {refusal}"):
+        resolve_run(parse_config(options_of(prepared, tmp_path / "d", *begins, str(prepared["hf"]))), 1)
     with pytest.raises(WeightsError, match="were trained on other weights"):
         export_weights(tmp_path / "c", prepared["hf"], tmp_path / "merged", merges_adapter=True)
 

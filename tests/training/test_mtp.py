@@ -22,13 +22,16 @@ from converters.convert import (
     reshard_weights,
 )
 from converters.hf_checkpoint import HfCheckpoint
+from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.training.input_files import check_same_files
+from megatron_vl.training.resolve import resolve_run
 from megatron_vl.weights.run_folder import step_dir_path
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.helpers import stack_mtp_experts
 from tests.support.ranks import in_ranks
-from tests.support.tiny_run import metrics, prepare, trained, trainings
+from tests.support.tiny_run import metrics, options_of, prepare, trained, trainings
 from tests.support.tiny_trainer import save, train, trainer_of
 from tests.tiny import tiny_checkpoint
 from tests.training.test_context_parallel import check_moves
@@ -229,3 +232,21 @@ def test_models_and_folders_without_it_are_refused_by_name(tmp_path: Path) -> No
     HfCheckpoint(tmp_path)
     with pytest.raises(WeightsError, match=r"'mtp\..* is missing.* transformers drops .* set mtp\.loss to 0"):
         HfCheckpoint(tmp_path, has_mtp=True)
+
+
+@pytest.mark.parametrize("given", ["", "weights"])
+def test_other_layer_under_the_path_of_a_node_is_refused(prepared, tmp_path, monkeypatch, given) -> None:
+    """Whether a run begins with the whole folder, or with its layer beside weights that have none."""
+    for node in ("first", "second"):
+        shutil.copytree(prepared["hf"], tmp_path / node / "hf")
+    paths = ["--model.hf", "hf", "--model.checkpoint", given and str(prepared["weights"])]
+    config = parse_config(options_of(prepared, tmp_path / "run", *paths, "--mtp.loss", "0.3"))
+    monkeypatch.chdir(tmp_path / "first")
+    resolved_run = resolve_run(config, 1)
+    monkeypatch.chdir(tmp_path / "second")
+    check_same_files(resolved_run, owns_loader=False)
+    for file in Path("hf").glob("*.safetensors"):
+        changed = {name: tensor + name.startswith("mtp.") for name, tensor in load_file(file).items()}
+        save_file(changed, file, {"format": "pt"})
+    with pytest.raises(RunConfigError, match=r"hf \(multi-token prediction\) is not as rank 0 reads it"):
+        check_same_files(resolved_run, owns_loader=False)

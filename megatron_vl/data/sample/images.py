@@ -7,7 +7,6 @@ of HF's ``pixel_values`` and gives the same numbers after normalisation.
 
 from __future__ import annotations
 
-import errno
 import io
 import warnings
 from collections.abc import Iterator
@@ -56,13 +55,12 @@ def pixel_errors(media_kind: str) -> Iterator[None]:
     except (PixelError, SampleTimeoutError):
         raise
     except Exception as error:
-        if type(error).__module__.startswith("av."):
-            # FFmpeg's errors have numbers, but its bytes are in memory, and a damaged header may claim any
-            # size. Only if this raises MemoryError as well, memory is too small.
-            if getattr(error, "errno", None) == errno.ENOMEM:
-                bytearray(1 << 30)
-        elif is_machine_fault(error):
+        # FFmpeg's errors have numbers, but its bytes are in memory.
+        if is_machine_fault(error) and not type(error).__module__.startswith("av."):
             raise
+        # Most decoders do not say whether memory was too small, and a damaged header may claim any size. Only
+        # if this raises MemoryError as well, which takes no memory otherwise, was memory too small.
+        np.empty(1 << 30, np.uint8)
         raise PixelError(f"not a readable {media_kind} ({type(error).__name__}: {error})") from error
 
 
