@@ -11,11 +11,14 @@ A Triton kernel runs on a GPU and in Triton's interpreter, torch code elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 
+_BLOCK_ELEMENTS = 1 << 16
 TIE_DIFFERENCE = 0x8000
 """The difference of a master weight that lies halfway between two bf16 numbers."""
 
@@ -35,10 +38,11 @@ def split_master(master_weight: Tensor, weight: Tensor, low_bits: Tensor, exp_av
         master_halves_triton.split_master(master_weight, weight, low_bits, exp_avg_sq)
         return
 
-    weight.copy_(master_weight)
-    difference = master_weight.view(torch.int32) - _upper_bits(weight)
-    low_bits.copy_(difference)
-    exp_avg_sq.copy_(torch.where(difference == TIE_DIFFERENCE, -exp_avg_sq, exp_avg_sq))
+    for master, upper, low, moment in _in_blocks(master_weight, weight, low_bits, exp_avg_sq):
+        upper.copy_(master)
+        difference = master.view(torch.int32) - _upper_bits(upper)
+        low.copy_(difference)
+        moment.copy_(torch.where(difference == TIE_DIFFERENCE, -moment, moment))
 
 
 def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_weight: Tensor) -> None:
@@ -52,12 +56,17 @@ def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_wei
         master_halves_triton.join_master(weight, low_bits, exp_avg_sq, master_weight)
         return
 
-    difference = low_bits.to(torch.int32)
-    rounded_down = (difference == -TIE_DIFFERENCE) & exp_avg_sq.signbit()
-    master_weight.view(torch.int32).copy_(
-        _upper_bits(weight) + torch.where(rounded_down, TIE_DIFFERENCE, difference)
-    )
-    exp_avg_sq.abs_()
+    for upper, low, moment, master in _in_blocks(weight, low_bits, exp_avg_sq, master_weight):
+        difference = low.to(torch.int32)
+        rounded_down = (difference == -TIE_DIFFERENCE) & moment.signbit()
+        difference[rounded_down] = TIE_DIFFERENCE
+        torch.add(_upper_bits(upper), difference, out=master.view(torch.int32))
+        moment.abs_()
+
+
+def _in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors' parts, one after another: what is computed of them stays in a core's cache."""
+    return zip(*(tensor.split(_BLOCK_ELEMENTS) for tensor in tensors), strict=True)
 
 
 def _upper_bits(weight: Tensor) -> Tensor:
