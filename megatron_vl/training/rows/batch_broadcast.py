@@ -225,12 +225,17 @@ class BatchBroadcast:
         row = complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)
         if self.grid.has_vision:
             row.feature_index = cut_feature_index(header, tensors, rank)
-            if not self.tower_is_decoupled and plane_bounds:
-                row.vision_input, row.feature_route = cut_images(
-                    self.row_sharding, header, plane_bounds, tensors, rank
-                )
-            elif not self.tower_is_decoupled:
+            if not self.tower_is_decoupled:
                 row.vision_input = make_vision_input(header, tensors)
+                if plane_bounds:
+                    row.vision_input, row.feature_route = cut_images(
+                        self.row_sharding,
+                        header,
+                        plane_bounds,
+                        row.vision_input,
+                        tensors["feature_order"],
+                        rank,
+                    )
         return row
 
     def _scatter_images(
