@@ -51,7 +51,7 @@ def check(errors: dict[str, dict[str, float]], output_bound: float, gradient_bou
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4)), 8])
 def test_shards_compute_what_the_whole_row_does(ranks: int) -> None:
     check(call(errors_of_ranks, ranks, kind="float64", rows=list(ROWS)), 1e-13, 1e-12)
 

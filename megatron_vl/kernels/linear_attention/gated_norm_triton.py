@@ -35,7 +35,7 @@ def _forward_kernel(
     # Rounded here, as in transformers.
     normalized_rows = (x_fp32 * inverse_rms[:, None]).to(x.dtype.element_ty).to(tl.float32)
     y = tl.load(weight + n).to(tl.float32)[None, :] * normalized_rows * (gate_fp32 * tl.sigmoid(gate_fp32))
-    tl.store(output_pointer + row_offsets, y.to(output_pointer.dtype.element_ty), mask=row_mask)
+    tl.store(output_pointer + row_offsets, y, mask=row_mask)
 
 
 @triton.jit
@@ -67,17 +67,13 @@ def _backward_kernel(
         weight_grad += output_grad * normalized_rows * silu
 
         gate_grad = output_grad * w * normalized_rows * sigmoid * (1 + gate_fp32 * (1 - sigmoid))
-        tl.store(
-            gate_grad_pointer + row_offsets, gate_grad.to(gate_grad_pointer.dtype.element_ty), mask=row_mask
-        )
+        tl.store(gate_grad_pointer + row_offsets, gate_grad, mask=row_mask)
 
         normalized_grad = output_grad * w * silu
         radial_grad = tl.sum(normalized_grad * normalized_fp32, 1)[:, None] / WIDTH
         tl.store(
             x_grad_pointer + row_offsets,
-            (inverse_rms * (normalized_grad - normalized_fp32 * radial_grad)).to(
-                x_grad_pointer.dtype.element_ty
-            ),
+            inverse_rms * (normalized_grad - normalized_fp32 * radial_grad),
             mask=row_mask,
         )
 
