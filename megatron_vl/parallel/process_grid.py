@@ -82,7 +82,6 @@ class ProcessGrid:
 
     @property
     def replica_ranks(self) -> int:
-        """Number of ranks of a replica."""
         return self.tp * self.cp * self.pp
 
     @property
