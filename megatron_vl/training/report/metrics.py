@@ -134,7 +134,8 @@ class MetricsLog:
         metrics.data_wait_s += step_batch.loader_wait_s
         for header in step_batch.headers:
             metrics.num_real_tokens += sum(header["lengths"])
-            sizes = row_sizes(header["lengths"], *header["vision_lengths"], header["loss_tokens"])
+            frame_lengths, window_lengths = header["vision_lengths"]
+            sizes = row_sizes(header["lengths"], frame_lengths, window_lengths, header["loss_tokens"])
             config = self.config
             flops = needed_flops(self.spec, config.model, config.lora, sizes, config.mtp)
             metrics.language_flops += flops.language
