@@ -117,9 +117,12 @@ def is_supported(x: Tensor) -> bool:
     return 16 <= width <= 256 and width & (width - 1) == 0 and x.shape[0] > 0
 
 
+def contiguous_heads(head_tensor: Tensor) -> Tensor:
+    """``head_tensor`` [S, heads, d] with contiguous heads. It is copied only if they are not contiguous."""
+    is_contiguous = head_tensor.stride(2) == 1 and head_tensor.stride(1) == head_tensor.shape[2]
+    return head_tensor if is_contiguous else head_tensor.contiguous()
+
+
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x, gate [S, heads, V], weight [V] -> [S, heads, V]. The gate may have any stride between tokens."""
-    has_contiguous_heads = gate.stride(2) == 1 and gate.stride(1) == gate.shape[2]
-    return _GatedNorm.apply(
-        x.contiguous(), gate if has_contiguous_heads else gate.contiguous(), weight.contiguous(), eps
-    )
+    return _GatedNorm.apply(x.contiguous(), contiguous_heads(gate), weight.contiguous(), eps)
