@@ -136,11 +136,6 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
         assert len(shown) == 8 and list(map(float, printed)) == pytest.approx(shown, rel=0, abs=1e-4)
 
 
-def test_marks_of_checked_blocks_are_recognized():
-    expected = {"README.md", "docs/data.md", "docs/python-api.md", "docs/weights.md"}
-    assert set(map(name_of, CHECKED)) >= expected
-
-
 RUNS = [
     pytest.param(text, id=f"{name_of(document)}: {text.splitlines()[0][:40]}")
     for document in DOCUMENTS
@@ -202,16 +197,6 @@ def test_links_lead_somewhere(document):
     assert broken_links(document) == []
 
 
-def test_broken_links_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# Where is `it`?\n\n# Twice\n\n# Twice\n\n```bash\n# no heading\n```\n\n"
-        "[a](#where-is-it) [b](page.md#twice-1) [c](https://x.y/z) `[d](code.md)`\n\n"
-        "[e](gone.md) [f](#gone) [g](page.md#no-heading) [h\ni](gone.md#it)\n"
-    )
-    assert broken_links(page) == ["gone.md", "#gone", "page.md#no-heading", "gone.md#it"]
-
-
 # --- Paths and names ----------------------------------------------------------------------------------------
 
 TOP = "megatron_vl|converters|data_tools|toolkit|examples|tests|docs|benchmarks"
@@ -265,14 +250,6 @@ def missing_paths(text: str, within_folders: bool = True) -> list[str]:
 def test_paths_and_definitions_exist(page):
     """The register of faults upstream names files of other projects, too."""
     assert missing_paths(page.read_text(), within_folders=page.name != "upstream.md") == []
-
-
-def test_missing_paths_are_found():
-    wrong = ["tests/nowhere.py", "gone/checks.py", "tests/test_config.py::test_nothing"]
-    right = ["tests/test_config.py", "config/checks.py", "megatron_vl/spec/", "data/train"]
-    text = ", ".join(f"`{path}`" for path in [*wrong, *right])
-    text += ", `Gone` in `megatron_vl/config/fields.py`, `DataConfig` (`megatron_vl/config/fields.py`)"
-    assert missing_paths(text) == [*wrong, "Gone in megatron_vl/config/fields.py"]
 
 
 def test_architecture_leads_from_a_question_to_code_and_test():

@@ -111,6 +111,20 @@ class VisionInput:
     full_segments: Segments
     window_segments: Segments
 
+    def cut(
+        self, planes: slice, patches: slice, full_segments: Segments, window_segments: Segments
+    ) -> VisionInput:
+        """Some of the patches, whose planes are ``planes``, with their own segments."""
+        plane_index = self.plane_index[patches]
+        return VisionInput(
+            planes=self.planes[planes],
+            plane_index=plane_index - planes.start if planes.start else plane_index,
+            position_hw=self.position_hw[patches],
+            frame_hw=self.frame_hw[patches],
+            full_segments=full_segments,
+            window_segments=window_segments,
+        )
+
 
 @dataclass
 class DeviceRow:

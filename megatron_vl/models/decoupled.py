@@ -33,11 +33,7 @@ from megatron_vl.spec.families import VisionSpec
 
 @dataclass
 class StepVision:
-    """The images of a step, as one rank needs them: the rank's share of them, and the sizes of all shares.
-
-    ``planes``, ``plane_index``, ``position_hw`` and ``frame_hw`` are those of a
-    :class:`~megatron_vl.models.batch.VisionInput`, for the whole share.
-    """
+    """The images of a step, as one rank needs them: the rank's share of them, and the sizes of all shares."""
 
     device_rows: list[DeviceRow]
     features_per_rank: list[int]
@@ -47,14 +43,8 @@ class StepVision:
     local_frames: TowerFrames
     plane_bounds: Array
     """int64 [F, 2]: for each frame of the share, its first plane and the one after its last."""
-    planes: Tensor
-    plane_index: Tensor
-    position_hw: Tensor
-    frame_hw: Tensor
-    frame_cu_seqlens: Tensor
-    """int32 [F + 1] on the device: bounds of the share's frames."""
-    window_cu_seqlens: Tensor
-    """int32 [W + 1] on the device: bounds of the share's windows."""
+    share: VisionInput
+    """The whole share, without the lengths of its longest segments."""
     features_of_part: list[int] = field(default_factory=list)
     """Under context parallelism, the number of features that each context-parallel rank needs."""
     part_order: Tensor | None = None
@@ -89,23 +79,20 @@ class StepVision:
 
         # Bounds and plane numbers count from the start of the share. The first input needs no change,
         # which saves three kernels in a step of one input.
-        frame_cu_seqlens = self.frame_cu_seqlens[frame_begin : frame_end + 1]
-        window_cu_seqlens = self.window_cu_seqlens[window_slice.start : window_slice.stop + 1]
-        plane_index = self.plane_index[patch_slice]
+        frame_cu_seqlens = self.share.full_segments.cu_seqlens[frame_begin : frame_end + 1]
+        window_bounds = slice(window_slice.start, window_slice.stop + 1)
+        window_cu_seqlens = self.share.window_segments.cu_seqlens[window_bounds]
         if frame_begin:
             frame_cu_seqlens = frame_cu_seqlens - patch_slice.start
             window_cu_seqlens = window_cu_seqlens - patch_slice.start
-            plane_index = plane_index - first_plane
 
         max_frame_patches = int(self.local_frames.patches_per_frame[frame_begin:frame_end].max())
         max_window_patches = int(self.local_frames.patches_per_window[window_slice].max())
-        tower_input = VisionInput(
-            planes=self.planes[first_plane:end_plane],
-            plane_index=plane_index,
-            position_hw=self.position_hw[patch_slice],
-            frame_hw=self.frame_hw[patch_slice],
-            full_segments=Segments(frame_cu_seqlens, max_frame_patches),
-            window_segments=Segments(window_cu_seqlens, max_window_patches),
+        tower_input = self.share.cut(
+            slice(first_plane, end_plane),
+            patch_slice,
+            Segments(frame_cu_seqlens, max_frame_patches),
+            Segments(window_cu_seqlens, max_window_patches),
         )
         return tower_input, patch_slice
 
@@ -187,7 +174,9 @@ class DecoupledTower:
     def _empty_features(self, step_vision: StepVision) -> Tensor:
         """No features, [0, 1 + levels, H]."""
         shape = 0, 1 + len(self.vision.deepstack_layers), self.vision.out_hidden_size
-        return torch.empty(shape, dtype=self.module.config.params_dtype, device=step_vision.planes.device)
+        return torch.empty(
+            shape, dtype=self.module.config.params_dtype, device=step_vision.share.planes.device
+        )
 
     def to_first(self, local_features: Tensor, step_vision: StepVision) -> Tensor:
         """The features of all ranks of the replica, in rank order, on its first stage; empty elsewhere.

@@ -82,7 +82,6 @@ class ProcessGrid:
 
     @property
     def replica_ranks(self) -> int:
-        """Number of ranks of a replica."""
         return self.tp * self.cp * self.pp
 
     @property
@@ -205,14 +204,7 @@ def _nested_context_groups(layout: Layout) -> list[dist.ProcessGroup] | None:
     rank_grid = ranks.view(-1, layout.key_ranks, layout.head_ranks, layout.tp)
     head_members = rank_grid.transpose(2, 3).flatten(0, 2)
     key_members = rank_grid.movedim(1, 3).flatten(0, 2)
-
-    own_groups = []
-    for purpose, all_members in (("HEADS", head_members), ("KEYS", key_members)):
-        for members in all_members.tolist():  # every rank must take part in the creation of every group
-            group = cached_group(members, None, purpose, timeout=_collective_timeout)
-            if dist.get_rank() in members:
-                own_groups.append(group)
-    return own_groups
+    return [_own_group(head_members, "HEADS"), _own_group(key_members, "KEYS")]
 
 
 def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGroup:
@@ -220,14 +212,15 @@ def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGr
 
     Megatron-core's group of a replica leaves out the context-parallel ranks.
     """
-    stage_ranks = layout.tp * layout.cp
-    dp = dist.get_world_size() // layout.replica_ranks
+    ranks = torch.arange(dist.get_world_size()).view(layout.pp, -1, layout.tp * layout.cp)
     purpose = "REPLICA_GLOO" if backend == "gloo" else "REPLICA"
+    return _own_group(ranks.transpose(0, 1).flatten(1), purpose, backend)
 
+
+def _own_group(members_by_group: torch.Tensor, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    """The one of these groups that has this rank. Collective over all ranks."""
     own_group: dist.ProcessGroup
-    for replica in range(dp):  # every rank must take part in the creation of every group
-        firsts = [(stage * dp + replica) * stage_ranks for stage in range(layout.pp)]
-        members = [first + number for first in firsts for number in range(stage_ranks)]
+    for members in members_by_group.tolist():  # every rank must take part in the creation of every group
         group = cached_group(members, backend, purpose, timeout=_collective_timeout)
         if dist.get_rank() in members:
             own_group = group

@@ -361,7 +361,8 @@ class Trainer:
         """Trains on the rows of a step. Collective."""
         local_source_counts = None
         if self.blend_sources:
-            local_source_counts = count_sources(step_batch.source_loss_tokens, len(self.blend_sources))
+            row_sources = (header["source_loss_tokens"] for header in step_batch.headers)
+            local_source_counts = count_sources(row_sources, len(self.blend_sources))
         if self.config.lora.dropout:
             seed_dropout(self.config.seed, self.step)
 

@@ -67,12 +67,3 @@ def nodes_of(out: Tensor) -> list[str]:
             found.append(node.name())
             left += [following for following, _ in node.next_functions]
     return found
-
-
-def core_here() -> list[str]:
-    """The folder and the version of Megatron-core that this process has."""
-    import importlib.metadata
-
-    import megatron.core
-
-    return [str(megatron.core.__path__[0]), importlib.metadata.version("megatron-core")]

@@ -70,12 +70,6 @@ def test_moments_in_bf16_halve_the_state_of_a_bf16_model(config, spec) -> None:
     assert none.optimizer == wide.optimizer / 2 == whole.host_bytes
     assert none.host_bytes == 0 and whole.optimizer == 0
 
-    full = peak_stage_gib([none])
-    automatic = run(f"{short} --optimizer.offload_fraction auto")
-    state = none.optimizer / GIB
-    found = resolve_offload_fraction(automatic, spec, make_layout(spec), 2, gpu_of(full - 0.32 * state))
-    assert found.optimizer.offload_fraction == 0.35
-
     config = run(f"{short} --dtype float32")
     assert stage(config, spec, 1.0).host_bytes == stage(config, spec, 0.0).optimizer == none.optimizer * 4 / 6
 

@@ -67,12 +67,6 @@ def test_search_finds_layouts_that_fit_and_that_the_run_accepts() -> None:
         assert given.optimizer == run.optimizer
 
 
-@pytest.mark.slow
-def test_search_finds_more_than_data_parallelism_for_the_72b() -> None:
-    best = find("Qwen2.5-VL-72B", 32, 64)[0]
-    assert best.layout.tp * best.layout.pp >= 4 and best.mfu > 0.3
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 8, 64, 1024, 4096])
 def test_search_ends_in_time_for_every_number_of_gpus(world: int) -> None:

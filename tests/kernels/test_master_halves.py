@@ -8,20 +8,13 @@ from torch import Tensor
 
 from megatron_vl.kernels.optimizer.master_halves import join_master, split_master
 
-TIE, ODD_TIE = 0x3F808000, 0x3F818000
-"""Halfway between two bf16 numbers: rounded down to an even one, and up to an even one."""
-
-
-def numbers(*bits: int) -> Tensor:
-    return torch.from_numpy(np.array(bits, dtype=np.uint32).view(np.float32))
-
 
 def bits_of(tensor: Tensor) -> list[int]:
     return tensor.numpy().view(np.uint32).tolist()
 
 
-def there_and_back(master: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(master and second moment as they come back, bf16 weight, second moment as it is kept)."""
+def there_and_back(master: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Master weight and second moment as they come back."""
     weight, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.int16)
     kept = second.clone()
     split_master(master, weight, low, kept)
@@ -29,7 +22,7 @@ def there_and_back(master: Tensor, second: Tensor) -> tuple[Tensor, Tensor, Tens
 
     again, moment = torch.full_like(master, torch.nan), kept.clone()
     join_master(weight, low, moment, again)
-    return again, moment, weight, kept
+    return again, moment
 
 
 def test_every_low_half_under_even_odd_and_extreme_upper_halves() -> None:
@@ -38,17 +31,6 @@ def test_every_low_half_under_even_odd_and_extreme_upper_halves() -> None:
     low = np.arange(1 << 16, dtype=np.uint32)
     for upper in (0x3F80, 0x3F81, 0xBF80, 0xBF81, 0x0000, 0x8000, 0x0001, 0x8001, 0x7F7F, 0xFF7F, 0x7F7E):
         master = torch.from_numpy((low | np.uint32(upper << 16)).view(np.float32))
-        second = torch.rand(len(low))
-        again, moment, _, _ = there_and_back(master, second)
-        assert bits_of(again) == bits_of(master) and bits_of(moment) == bits_of(second), hex(upper)
-
-
-def test_sign_of_the_second_moment_separates_ties() -> None:
-    """Without it, both would come back as the same number."""
-    sign = 1 << 31
-    master = numbers(TIE, ODD_TIE, TIE | sign, ODD_TIE | sign, TIE - 1, ODD_TIE + 1)
-    for second in (torch.zeros(6), torch.full((6,), 2.5)):
-        again, moment, weight, kept = there_and_back(master, second)
-        assert kept.signbit().tolist() == [True, False, True, False, False, False]
-        assert bits_of(again) == bits_of(master) and bits_of(moment) == bits_of(second)
-        assert weight.tolist() == [1.0, 1.015625, -1.0, -1.015625, 1.0, 1.015625]
+        for second in (torch.zeros(len(low)), torch.rand(len(low))):
+            again, moment = there_and_back(master, second)
+            assert bits_of(again) == bits_of(master) and bits_of(moment) == bits_of(second), hex(upper)

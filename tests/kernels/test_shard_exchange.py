@@ -51,23 +51,19 @@ def check(errors: dict[str, dict[str, float]], output_bound: float, gradient_bou
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4)), 8])
 def test_shards_compute_what_the_whole_row_does(ranks: int) -> None:
     check(call(errors_of_ranks, ranks, kind="float64", rows=list(ROWS)), 1e-13, 1e-12)
 
 
 @pytest.mark.ranks
-def test_kernels_compute_what_the_whole_row_does() -> None:
-    rows = ["shards of every kind", "shards of two tokens"]
-    errors = call(errors_of_ranks, 4, environment=INTERPRETED, kind="float32", rows=rows)
-    check(errors, 3e-6, 3e-6)
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_kernels_for_all_rows(ranks: int) -> None:
-    errors = call(
-        errors_of_ranks, ranks, environment=INTERPRETED, timeout_s=1200, kind="float32", rows=list(ROWS)
-    )
-    check(errors, 3e-6, 3e-6)
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    [
+        (4, ["shards of every kind", "shards of two tokens"]),
+        *(pytest.param(ranks, list(ROWS), marks=pytest.mark.full) for ranks in (2, 4, 8)),
+    ],
+)
+def test_kernels_compute_what_the_whole_row_does(ranks: int, rows: list[str]) -> None:
+    kind = {"kind": "float32", "rows": rows}
+    check(call(errors_of_ranks, ranks, environment=INTERPRETED, timeout_s=1200, **kind), 3e-6, 3e-6)

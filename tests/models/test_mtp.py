@@ -109,15 +109,6 @@ def test_targets_stay_within_their_sequence() -> None:
     assert mask == [0.5, 0, 0, 0, 0, 2, 0, 0]
 
 
-def test_targets_cross_the_edges_of_parts_and_not_those_of_sequences() -> None:
-    lengths, mask = [3, 5], [1.0, 1, 0, 1, 1, 1, 1, 0]
-    parts = [ahead(lengths, mask, slice(start, start + 2)) for start in range(0, 8, 2)]
-    whole = ahead(lengths, mask, slice(None))
-    assert tuple(sum((part[i] for part in parts), []) for i in range(2)) == whole
-    assert parts[1][1] == [0, 1]  # token 2 ends a sequence, token 3 begins one
-    assert parts[2][1] == [1, 1]  # the target of token 5 is in the next part
-
-
 @in_ranks()
 def test_experts_of_the_layer_have_the_balancing_loss_of_transformers() -> None:
     """With the coefficient of the model's layers; 0 leaves its gradient out."""

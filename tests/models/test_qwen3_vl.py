@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
-from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.rotary_embedding import MultimodalRope
 from megatron_vl.models.vision import PositionTable
 from megatron_vl.spec.families import ConfigError, read_spec
@@ -57,10 +56,6 @@ def test_frequencies_take_turns_as_in_transformers(tiny_checkpoint, section: tup
     cos, _ = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), positions)
     angles = MultimodalRope(read_spec(folder).language)(positions)
     torch.testing.assert_close(angles[:, 0, 0].cos(), cos[0], rtol=0, atol=1e-4)
-
-
-def test_levels_travel_until_their_layer() -> None:
-    assert [remaining_deepstack_levels(layer, 3) for layer in range(5)] == [3, 2, 1, 0, 0]
 
 
 def test_fewer_layers_keep_the_deepstack_layers_that_fit(tiny_checkpoint) -> None:

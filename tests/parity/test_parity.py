@@ -23,8 +23,7 @@ from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import ParityCase, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-from .cases import CASES, SEEDS, chosen_by_make_test, considered_by_make_test
-from .choice import demands
+from .cases import CASES, SEEDS, chosen_by_make_test
 from .training import TableCase
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
@@ -126,17 +125,3 @@ def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: st
 
 def test_names_of_cases_are_unique() -> None:
     assert len(set(NAMES)) == len(NAMES)
-
-
-def test_make_test_runs_every_setting() -> None:
-    table = [entry for entries in CASES.values() for entry in entries]
-    run = [entry for entry in table if entry["name"] in chosen_by_make_test()]
-    layout = ("tp", "cp", "pp", "vpp", "ep", "etp", "sequence_parallel", "overlap")
-    for field in ("family", *layout, "train", "decoupled"):
-        assert {entry.get(field) for entry in run} == {entry.get(field) for entry in table}, field
-    ranks_run = {ranks for ranks, entries in CASES.items() if any(entry in run for entry in entries)}
-    assert ranks_run == {1, 2, 4, 8}
-    considered = [entry for _, entry in considered_by_make_test()]
-    assert {each for entry in run for each in demands(entry)} == {
-        each for entry in considered for each in demands(entry)
-    }

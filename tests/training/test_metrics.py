@@ -42,7 +42,12 @@ def counted_step(number: int, dp_rank: int) -> StepBatch:
             counts |= {"dropped/no tokens": 3, "dropped/medium missing": 1, "dropped/longer than seq_len": 1}
             dropped = [sample("a", "no tokens"), sample("b", "no tokens"), sample("c", "medium missing")]
             dropped += [sample("a", "no tokens"), sample("a", "longer than seq_len", "charts", 90)]
-    return StepBatch([], counts, lengths, [([], []), ([], [])], [5, 5], keys, dropped, wait)
+    names = "lengths", "keys", "dropped", "counts"
+    rows = zip(lengths, keys, (dropped, []), (counts, {}), strict=True)
+    headers = [dict(zip(names, row, strict=True)) for row in rows]
+    for header in headers:
+        header |= {"vision_lengths": ([], []), "loss_tokens": 5}
+    return StepBatch([], headers, wait)
 
 
 @pytest.mark.parametrize("limit", [4 << 20, 1])

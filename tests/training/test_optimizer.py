@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
@@ -52,22 +51,6 @@ def rates_of(steps: int, **fields: Any) -> list[float]:
 )
 def test_schedules_have_the_rates_that_hand_computes(steps, fields, expected: list[float]) -> None:
     assert rates_of(steps, **fields) == pytest.approx(expected)
-
-
-def test_linear_and_wsd_equal_those_of_megatron_core() -> None:
-    """Core counts steps from 1 and starts its warm-up at zero; a step later, the curves are equal."""
-    for schedule, style in (("linear", "linear"), ("wsd", "WSD")):
-        wsd = {"decay_steps": 30} if schedule == "wsd" else {}
-        fields = {"schedule": schedule, "warmup_steps": 10, "min_lr_ratio": 0.2, **wsd}
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-        core = OptimizerParamScheduler(
-            optimizer, 0.0, 1.0, 0.2, 10, 100, style, 0.0, 0.0, 1, "constant",
-            wsd_decay_steps=30, lr_wsd_decay_style="linear",
-        )  # fmt: skip
-        core.step(10)
-        for rate in rates_of(100, **fields)[10:]:
-            assert rate == pytest.approx(core.get_lr(optimizer.param_groups[0]))
-            core.step(1)
 
 
 def test_cosine_equals_that_of_transformers_after_warm_up() -> None:

@@ -162,7 +162,7 @@ def test_losses_by_source_equal_those_of_each_sample_alone(hf) -> None:
         batches = BatchBroadcast(grid, trainer.platform, own, share, spec=trainer.spec)
         step_batch = batches.next_batch()
         reports = run_schedule(trainer.model_chunks, step_batch.rows, seq_len=128, forward_only=True)
-        local = count_sources(step_batch.source_loss_tokens, 3)
+        local = count_sources((header["source_loss_tokens"] for header in step_batch.headers), 3)
         total, _, _, found, _ = reduce_losses(reports, grid, trainer.platform.device, (), local)
         assert found is not None
         assert torch.equal(found.samples, alone.samples) and torch.equal(found.tokens, alone.tokens)

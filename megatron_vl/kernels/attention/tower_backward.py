@@ -42,16 +42,9 @@ def _store_unrotated(
         tl.load(cos + angle_offsets, mask=store_mask, other=0.0),
         tl.load(sin + angle_offsets, mask=store_mask, other=0.0),
     )
-    tl.store(
-        base_pointer + row * row_stride + pair_index,
-        (first_member * cos_tile + second_member * sin_tile).to(base_pointer.dtype.element_ty),
-        mask=store_mask,
-    )
-    tl.store(
-        base_pointer + row * row_stride + D // 2 + pair_index,
-        (second_member * cos_tile - first_member * sin_tile).to(base_pointer.dtype.element_ty),
-        mask=store_mask,
-    )
+    pair_pointers = base_pointer + row * row_stride + pair_index
+    tl.store(pair_pointers, first_member * cos_tile + second_member * sin_tile, mask=store_mask)
+    tl.store(pair_pointers + D // 2, second_member * cos_tile - first_member * sin_tile, mask=store_mask)
 
 
 @triton.jit

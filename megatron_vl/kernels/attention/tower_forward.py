@@ -55,11 +55,7 @@ def _pack_kernel(
         rotated_pairs = tl.interleave(
             first_half * cos_tile - second_half * sin_tile, second_half * cos_tile + first_half * sin_tile
         )
-        tl.store(
-            packed_pointers + qkv_index * plane_stride,
-            rotated_pairs.to(packed_pointer.dtype.element_ty),
-            mask=full_mask,
-        )
+        tl.store(packed_pointers + qkv_index * plane_stride, rotated_pairs, mask=full_mask)
 
     tl.store(
         packed_pointers + 2 * plane_stride,

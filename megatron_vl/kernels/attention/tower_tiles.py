@@ -118,11 +118,7 @@ def _store_part(
     row, column_index, store_mask = tile_indices(
         first_row, end_row, part_values.shape[0], LOW, part_values.shape[1], D
     )
-    tl.store(
-        base_pointer + row * row_stride + column_index,
-        part_values.to(base_pointer.dtype.element_ty),
-        mask=store_mask,
-    )
+    tl.store(base_pointer + row * row_stride + column_index, part_values, mask=store_mask)
 
 
 @triton.jit

@@ -111,11 +111,7 @@ def _row_product_kernel(
         right_pointers += BLOCK_K if TRANSPOSED else BLOCK_K * OUT
 
     output_pointers = output_pointer + row_index.to(tl.int64)[:, None] * OUT + n[None, :]
-    tl.store(
-        output_pointers,
-        accumulator.to(output_pointer.dtype.element_ty),
-        mask=(row_index < end_row)[:, None] & (n < OUT)[None, :],
-    )
+    tl.store(output_pointers, accumulator, mask=(row_index < end_row)[:, None] & (n < OUT)[None, :])
 
 
 @triton.jit
@@ -137,7 +133,7 @@ def _store_grad_tile(
     is_inside = (m < OUT)[:, None] & (n < IN)[None, :]
     if ADD:
         accumulator += tl.load(tile_pointers, mask=is_inside, other=0.0).to(tl.float32)
-    tl.store(tile_pointers, accumulator.to(grad_pointer.dtype.element_ty), mask=is_inside)
+    tl.store(tile_pointers, accumulator, mask=is_inside)
 
 
 @triton.jit

@@ -104,12 +104,8 @@ def _sum_rows(y: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
 def _scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     if (kernels := _triton_kernels(x)) is not None:
         return kernels.scatter_parts(x, row_ids, num_rows)
-
-    scattered_parts = x.new_empty(num_rows, x.shape[1] // row_ids.shape[1])
-    has_part = (row_ids >= 0).flatten()
-    all_parts = x.view(has_part.numel(), scattered_parts.shape[1])
-    scattered_parts[row_ids.flatten()[has_part]] = all_parts[has_part]
-    return scattered_parts
+    all_parts = x.view(row_ids.numel(), x.shape[1] // row_ids.shape[1])
+    return _scatter_rows(all_parts, row_ids.view(-1, 1), num_rows)
 
 
 def _gather_parts(y: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:

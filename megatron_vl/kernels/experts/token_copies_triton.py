@@ -67,11 +67,7 @@ def _sum_kernel(
             tl.float32
         )
         row_id = tl.min(tl.where(row_ids_of_row > row_id, row_ids_of_row, _END_ROW_ID), 0)
-    tl.store(
-        output_pointer + row_index * WIDTH + column_index,
-        row_sum.to(output_pointer.dtype.element_ty),
-        mask=column_mask,
-    )
+    tl.store(output_pointer + row_index * WIDTH + column_index, row_sum, mask=column_mask)
 
 
 @triton.jit(do_not_specialize=["total"])

@@ -60,7 +60,7 @@ def _forward_kernel(
     y = normalized * inverse_std * w
     if IS_CENTERED:
         y += tl.load(bias + column_index, mask=column_mask, other=0.0).to(tl.float32)
-    tl.store(output_pointer + row_offsets, y.to(output_pointer.dtype.element_ty), mask=column_mask)
+    tl.store(output_pointer + row_offsets, y, mask=column_mask)
 
 
 @triton.jit
@@ -104,7 +104,7 @@ def _backward_kernel(
         if IS_CENTERED:
             x_grad -= tl.sum(normalized_grad, 0) / WIDTH
         x_grad = x_grad * inverse_std + residual_grad
-        tl.store(x_grad_pointer + row_offsets, x_grad.to(x_grad_pointer.dtype.element_ty), mask=column_mask)
+        tl.store(x_grad_pointer + row_offsets, x_grad, mask=column_mask)
 
     if IS_TRAINED:
         grad_pointers = parameter_grads + first_row * (1 + IS_CENTERED) * WIDTH + column_index

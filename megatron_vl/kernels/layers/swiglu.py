@@ -77,7 +77,7 @@ def _backward_kernel(
         _store_block(output_pointer + row * output_width, column_index, column_mask, y)
     if WEIGHTED:
         weight_grad = tl.sum(output_grad * silu * up_values, 0)
-        tl.store(row_weight_grads + row, weight_grad.to(row_weight_grads.dtype.element_ty))
+        tl.store(row_weight_grads + row, weight_grad)
         output_grad *= tl.load(row_weights + row).to(tl.float32)
 
     gate_grad = output_grad * up_values * (sigmoid + silu * (1 - sigmoid))

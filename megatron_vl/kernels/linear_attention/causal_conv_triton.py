@@ -101,9 +101,7 @@ def _forward_kernel(
         y += tl.where(s2 == s0, w2 * x2, 0.0)
         y += tl.where(s3 == s0, w3 * x3, 0.0)
         y *= tl.sigmoid(y)
-        tl.store(
-            out + token * WIDTH + channel, y.to(out.dtype.element_ty), mask=channel_mask & (token < length)
-        )
+        tl.store(out + token * WIDTH + channel, y, mask=channel_mask & (token < length))
 
         x1, x2, x3 = x0, x1, x2
         s1, s2, s3 = s0, s1, s2
@@ -181,11 +179,7 @@ def _backward_kernel(
             input_grad += tl.where(n1 == s0, w1 * d1, 0.0)
             input_grad += tl.where(n2 == s0, w2 * d2, 0.0)
             input_grad += tl.where(n3 == s0, w3 * d3, 0.0)
-            tl.store(
-                input_grad_pointer + token * WIDTH + channel,
-                input_grad.to(input_grad_pointer.dtype.element_ty),
-                mask=load_mask,
-            )
+            tl.store(input_grad_pointer + token * WIDTH + channel, input_grad, mask=load_mask)
 
         d1, d2, d3 = d0, d1, d2
         n1, n2, n3 = s0, n1, n2
@@ -197,9 +191,9 @@ def _backward_kernel(
         load_mask = channel_mask & (first_token == 0)
         h3 = w1 * d1 + tl.where(n2 == n1, w2 * d2, 0.0) + tl.where(n3 == n1, w3 * d3, 0.0)
         h2 = w2 * d1 + tl.where(n2 == n1, w3 * d2, 0.0)
-        tl.store(dhalo + 2 * WIDTH + channel, h3.to(dhalo.dtype.element_ty), mask=load_mask)
-        tl.store(dhalo + WIDTH + channel, h2.to(dhalo.dtype.element_ty), mask=load_mask)
-        tl.store(dhalo + channel, (w3 * d1).to(dhalo.dtype.element_ty), mask=load_mask)
+        tl.store(dhalo + 2 * WIDTH + channel, h3, mask=load_mask)
+        tl.store(dhalo + WIDTH + channel, h2, mask=load_mask)
+        tl.store(dhalo + channel, w3 * d1, mask=load_mask)
 
     pointers = weight_grads + token_block * 4 * WIDTH + channel
     tl.store(pointers, dw3, mask=channel_mask)

@@ -24,7 +24,7 @@ from megatron_vl.kernels.linear_attention.delta_rule_chunks import (
     sum_log_decay,
 )
 from megatron_vl.kernels.linear_attention.delta_rule_forward import Saved
-from megatron_vl.kernels.linear_attention.delta_rule_scans import both_scans_kernel, initial_gradient_kernel
+from megatron_vl.kernels.linear_attention.delta_rule_scans import backward_scan_kernel, both_scans_kernel
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 
 
@@ -329,16 +329,8 @@ def _key_gradients_kernel(
             mask=is_inside[:, None],
         )
         log_decay_grad = tl.sum(tl.where(visible_pairs, decay_grad[:, None], 0.0), 0)
-        tl.store(
-            log_decay_grad_pointer + token * heads + head,
-            log_decay_grad.to(log_decay_grad_pointer.dtype.element_ty),
-            mask=is_inside,
-        )
-        tl.store(
-            final_beta_grad_pointer + token * heads + head,
-            beta_grad.to(final_beta_grad_pointer.dtype.element_ty),
-            mask=is_inside,
-        )
+        tl.store(log_decay_grad_pointer + token * heads + head, log_decay_grad, mask=is_inside)
+        tl.store(final_beta_grad_pointer + token * heads + head, beta_grad, mask=is_inside)
 
     tile_again = load_tile(k, chunk, k_stride, key_head, length, C, K)
     x = _gradient_through_normalization(tile_again, key_grads, key_scale, 1.0)
@@ -400,10 +392,11 @@ def run_backward(
     if exchange is not None and goes_on:
         gradient = torch.zeros_like(final_state)
         if saved.initial is not None:
-            initial_gradient_kernel[scans](
-                q, k, w_back, z, output_grad, read_scale, beta_scale, state_decay, gradient,
+            # From the outputs of the first sequence's chunks; what a scan stores of each is not needed.
+            backward_scan_kernel[scans](
+                q, k, w_back, z, output_grad, read_scale, beta_scale, state_decay, None, None, gradient, None,
                 num_tokens, triton.cdiv(exchange.route.first_end, CHUNK_TOKENS), *token_strides[:2],
-                **kernel_sizes, **scan_options,
+                **kernel_sizes, **scan_options, OF_FINAL=False, INITIAL=True, STORE=False,
             )  # fmt: skip
         final_state_grad = exchange.final_gradient(gradient, saved.transition)
 

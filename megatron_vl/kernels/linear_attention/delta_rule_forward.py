@@ -26,7 +26,7 @@ from megatron_vl.kernels.linear_attention.delta_rule_chunks import (
     read_kernel_sizes,
     sum_log_decay,
 )
-from megatron_vl.kernels.linear_attention.delta_rule_scans import scan_kernel, shard_map_kernel
+from megatron_vl.kernels.linear_attention.delta_rule_scans import scan_kernel
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 
 
@@ -179,17 +179,17 @@ def run_forward(
             if exchange.route.is_spanned:
                 transition = log_decay.new_empty(num_value_heads, q.shape[2], q.shape[2], dtype=torch.float32)
                 columns += q.shape[2]
-            shard_map_kernel[triton.cdiv(columns, scan_options["COLUMNS"]), num_value_heads](
-                k, w, u, write_scale, state_decay, local_state, transition, num_tokens,
-                exchange.route.last_start // CHUNK_TOKENS, num_chunks, token_strides[1],
-                **kernel_sizes, **scan_options,
+            scan_kernel[triton.cdiv(columns, scan_options["COLUMNS"]), num_value_heads](
+                k, w, u, write_scale, state_decay, None, None, None, local_state, transition,
+                num_tokens, exchange.route.last_start // CHUNK_TOKENS, num_chunks, token_strides[1],
+                **kernel_sizes, **scan_options, INITIAL=False, MAP=True,
             )  # fmt: skip
         initial = exchange.initial_state(local_state, transition)
 
     scan_kernel[triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads](
-        k, w, u, write_scale, state_decay, chunk_states, delta_values, initial, final_state,
-        num_tokens, num_chunks, token_strides[1],
-        **kernel_sizes, **scan_options, INITIAL=continues,
+        k, w, u, write_scale, state_decay, chunk_states, delta_values, initial, final_state, None,
+        num_tokens, 0, num_chunks, token_strides[1],
+        **kernel_sizes, **scan_options, INITIAL=continues, MAP=False,
     )  # fmt: skip
     if exchange is not None and not continues:
         exchange.initial_state(final_state, None)

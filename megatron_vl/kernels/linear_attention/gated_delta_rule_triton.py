@@ -50,6 +50,7 @@ from torch import Tensor
 
 from megatron_vl.kernels.linear_attention.delta_rule_backward import run_backward
 from megatron_vl.kernels.linear_attention.delta_rule_forward import Saved, run_forward
+from megatron_vl.kernels.linear_attention.gated_norm_triton import contiguous_heads
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 
 
@@ -89,15 +90,6 @@ def is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return widths_are_supported and q.dtype == k.dtype == v.dtype and len(q) > 0
 
 
-def _contiguous_heads(head_tensor: Tensor) -> Tensor:
-    """``head_tensor`` [S, heads, d] with contiguous heads. It is copied only if they are not contiguous."""
-    return (
-        head_tensor
-        if head_tensor.stride(2) == 1 and head_tensor.stride(1) == head_tensor.shape[2]
-        else head_tensor.contiguous()
-    )
-
-
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -108,7 +100,7 @@ def gated_delta_rule(
     exchange: ShardExchange | None = None,
 ) -> Tensor:
     """As :func:`megatron_vl.kernels.linear_attention.gated_delta_rule.gated_delta_rule`."""
-    q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
+    q, k, v = contiguous_heads(q), contiguous_heads(k), contiguous_heads(v)
     return _GatedDeltaRule.apply(
         q, k, v, log_decay.contiguous(), beta.contiguous(), segment_ids.contiguous(), exchange
     )

@@ -35,7 +35,7 @@ def _forward_kernel(
     # Rounded here, as in transformers.
     normalized_rows = (x_fp32 * inverse_rms[:, None]).to(x.dtype.element_ty).to(tl.float32)
     y = tl.load(weight + n).to(tl.float32)[None, :] * normalized_rows * (gate_fp32 * tl.sigmoid(gate_fp32))
-    tl.store(output_pointer + row_offsets, y.to(output_pointer.dtype.element_ty), mask=row_mask)
+    tl.store(output_pointer + row_offsets, y, mask=row_mask)
 
 
 @triton.jit
@@ -67,17 +67,13 @@ def _backward_kernel(
         weight_grad += output_grad * normalized_rows * silu
 
         gate_grad = output_grad * w * normalized_rows * sigmoid * (1 + gate_fp32 * (1 - sigmoid))
-        tl.store(
-            gate_grad_pointer + row_offsets, gate_grad.to(gate_grad_pointer.dtype.element_ty), mask=row_mask
-        )
+        tl.store(gate_grad_pointer + row_offsets, gate_grad, mask=row_mask)
 
         normalized_grad = output_grad * w * silu
         radial_grad = tl.sum(normalized_grad * normalized_fp32, 1)[:, None] / WIDTH
         tl.store(
             x_grad_pointer + row_offsets,
-            (inverse_rms * (normalized_grad - normalized_fp32 * radial_grad)).to(
-                x_grad_pointer.dtype.element_ty
-            ),
+            inverse_rms * (normalized_grad - normalized_fp32 * radial_grad),
             mask=row_mask,
         )
 
@@ -121,9 +117,12 @@ def is_supported(x: Tensor) -> bool:
     return 16 <= width <= 256 and width & (width - 1) == 0 and x.shape[0] > 0
 
 
+def contiguous_heads(head_tensor: Tensor) -> Tensor:
+    """``head_tensor`` [S, heads, d] with contiguous heads. It is copied only if they are not contiguous."""
+    is_contiguous = head_tensor.stride(2) == 1 and head_tensor.stride(1) == head_tensor.shape[2]
+    return head_tensor if is_contiguous else head_tensor.contiguous()
+
+
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x, gate [S, heads, V], weight [V] -> [S, heads, V]. The gate may have any stride between tokens."""
-    has_contiguous_heads = gate.stride(2) == 1 and gate.stride(1) == gate.shape[2]
-    return _GatedNorm.apply(
-        x.contiguous(), gate if has_contiguous_heads else gate.contiguous(), weight.contiguous(), eps
-    )
+    return _GatedNorm.apply(x.contiguous(), contiguous_heads(gate), weight.contiguous(), eps)

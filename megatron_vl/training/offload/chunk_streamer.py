@@ -89,7 +89,6 @@ class ChunkStreamer:
 
     @property
     def num_chunks_on_device(self) -> int:
-        """Number of chunks on the device."""
         return len(self._slots_by_chunk) + len(self._leaving_slots)
 
     def fetch_chunks(self, min_slots: int = 0) -> None:

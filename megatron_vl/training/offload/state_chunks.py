@@ -91,7 +91,6 @@ class ChunkedParameter:
 
 
 def host_float32_copy(tensor: Tensor) -> Tensor:
-    """A float32 copy in host memory."""
     return tensor.to("cpu", torch.float32, copy=True)
 
 

@@ -132,26 +132,25 @@ class MetricsLog:
 
         metrics = self.step_metrics
         metrics.data_wait_s += step_batch.loader_wait_s
-        for lengths, vision_lengths, loss_tokens in zip(
-            step_batch.segment_lengths, step_batch.vision_lengths, step_batch.loss_tokens, strict=True
-        ):
-            metrics.num_real_tokens += sum(lengths)
-            sizes = row_sizes(lengths, *vision_lengths, loss_tokens)
+        for header in step_batch.headers:
+            metrics.num_real_tokens += sum(header["lengths"])
+            frame_lengths, window_lengths = header["vision_lengths"]
+            sizes = row_sizes(header["lengths"], frame_lengths, window_lengths, header["loss_tokens"])
             config = self.config
             flops = needed_flops(self.spec, config.model, config.lora, sizes, config.mtp)
             metrics.language_flops += flops.language
             metrics.vision_flops += flops.tower
 
-        for name, count in step_batch.item_counts.items():
-            if name.startswith(DROPPED_PREFIX):
-                self.drop_reasons[name.removeprefix(DROPPED_PREFIX)] += count
-                metrics.dropped_samples += count
-            else:
-                setattr(metrics, name, getattr(metrics, name) + count)
+            for name, count in header["counts"].items():
+                if name.startswith(DROPPED_PREFIX):
+                    self.drop_reasons[name.removeprefix(DROPPED_PREFIX)] += count
+                    metrics.dropped_samples += count
+                else:
+                    setattr(metrics, name, getattr(metrics, name) + count)
 
-        if self.config.log.samples:
-            self.sample_keys += step_batch.sample_keys
-        self.unsent_samples = (self.unsent_samples + step_batch.dropped_samples)[:MAX_BACKLOG_SAMPLES]
+            if config.log.samples:
+                self.sample_keys.append(header["keys"])
+            self.unsent_samples = (self.unsent_samples + header["dropped"])[:MAX_BACKLOG_SAMPLES]
 
     def log_step(
         self,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,32 +53,16 @@ class StepBatch:
     """The rows of one step on this rank, and their numbers for the log."""
 
     rows: list[DeviceRow]
-    item_counts: dict[str, int] = field(default_factory=dict)
-    """Numbers of samples, images, patches, and dropped samples by reason (``dropped/REASON``). They are equal
-    on every rank of the replica."""
-    segment_lengths: list[list[int]] = field(default_factory=list)
-    """Document lengths in tokens of each row, without the padded tail, for FLOP counts."""
-    vision_lengths: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    """(full-attention lengths, window lengths) in patches of each row; empty lists for a text-only row."""
-    loss_tokens: list[int] = field(default_factory=list)
-    sample_keys: list[list[str]] = field(default_factory=list)
-    dropped_samples: list[dict[str, Any]] = field(default_factory=list)
-    """Samples that could not be used, as the loader lists them (at most some hundreds per row)."""
+    headers: list[RowHeader] = field(default_factory=list)
+    """The headers of the rows (:func:`~megatron_vl.training.rows.row_message.serialize_row`), equal on every
+    rank of the replica."""
     loader_wait_s: float = 0.0
     """Seconds that the loader's owner waited for its rows."""
-    source_loss_tokens: list[list[tuple[int, int]]] = field(default_factory=list)
-    """(source, loss tokens) of each row's samples; empty lists if the data set is no blend."""
 
-    def add_numbers(self, header: RowHeader) -> None:
-        """Adds the numbers of a row."""
-        self.segment_lengths.append(header["lengths"])
-        self.vision_lengths.append(header["vision_lengths"])
-        self.loss_tokens.append(header["loss_tokens"])
-        self.sample_keys.append(header["keys"])
-        self.source_loss_tokens.append(header["source_loss_tokens"])
-        self.dropped_samples += header["dropped"]
-        for name, count in header["counts"].items():
-            self.item_counts[name] = self.item_counts.get(name, 0) + count
+    @property
+    def vision_lengths(self) -> list[tuple[list[int], list[int]]]:
+        """(full-attention lengths, window lengths) in patches of each row; empty for a text-only row."""
+        return [header["vision_lengths"] for header in self.headers]
 
 
 class BatchBroadcast:
@@ -156,7 +139,7 @@ class BatchBroadcast:
                     slice(first, first + row.tokens.numel()),
                 )
             step_batch.rows.append(row)
-            step_batch.add_numbers(header)
+            step_batch.headers.append(header)
 
         # A tower that every rank holds encodes images of all rows, shared out by their cost.
         if self.tower_is_decoupled:
@@ -225,12 +208,17 @@ class BatchBroadcast:
         row = complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)
         if self.grid.has_vision:
             row.feature_index = cut_feature_index(header, tensors, rank)
-            if not self.tower_is_decoupled and plane_bounds:
-                row.vision_input, row.feature_route = cut_images(
-                    self.row_sharding, header, plane_bounds, tensors, rank
-                )
-            elif not self.tower_is_decoupled:
+            if not self.tower_is_decoupled:
                 row.vision_input = make_vision_input(header, tensors)
+                if plane_bounds:
+                    row.vision_input, row.feature_route = cut_images(
+                        self.row_sharding,
+                        header,
+                        plane_bounds,
+                        row.vision_input,
+                        tensors["feature_order"],
+                        rank,
+                    )
         return row
 
     def _scatter_images(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.models.batch import DeviceRow
+from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.models.decoupled import StepVision, exchange_with_first
 from megatron_vl.models.frame_shares import (
     Array,
@@ -140,8 +140,10 @@ def scatter_images(
 
     frames, plane_bounds, _ = rank_shares[rank]
     parts = ints.split([patch_counts[rank] * width for width in int_widths])
-    plane_index, position_hw, frame_hw = (
-        part.view(-1, width) for part, width in zip(parts, int_widths, strict=True)
+    patch_fields = (part.view(-1, width) for part, width in zip(parts, int_widths, strict=True))
+    segments = (
+        Segments(cumulative(sizes, device), 0)
+        for sizes in (frames.patches_per_frame, frames.patches_per_window)
     )
     return StepVision(
         device_rows=rows,
@@ -149,12 +151,7 @@ def scatter_images(
         features_per_row=image_shares.features_of_row,
         local_frames=frames,
         plane_bounds=plane_bounds,
-        planes=pixels,
-        plane_index=plane_index,
-        position_hw=position_hw,
-        frame_hw=frame_hw,
-        frame_cu_seqlens=cumulative(frames.patches_per_frame, device),
-        window_cu_seqlens=cumulative(frames.patches_per_window, device),
+        share=VisionInput(pixels, *patch_fields, *segments),
     )
 
 

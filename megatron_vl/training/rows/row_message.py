@@ -97,9 +97,10 @@ def serialize_row(
         "shapes": {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         "loss_tokens": int(row.loss_mask.count_nonzero()),
         "max_seqlen": int(row.max_seqlen),
-        "lengths": row.cu_seqlens.diff().tolist()[: row.num_samples],
+        "lengths": row.cu_seqlens.diff().tolist()[: row.num_samples],  # of documents, without the tail
         "max_seqlens": (int(row.vision.max_seqlen), int(row.vision.max_window_seqlen)),
         "vision_lengths": vision_lengths,
+        # Dropped samples by reason; as the loader lists them, they are at most some hundreds a row.
         "counts": {
             # A row of padding has none.
             "samples": row.num_samples if row.sample_keys or row.loss_mask.any() else 0,

@@ -213,7 +213,8 @@ def cut_images(
     row_sharding: RowSharding,
     row_header: dict[str, Any],
     plane_bounds: list[list[int]],
-    row_tensors: dict[str, Tensor],
+    row_images: VisionInput,
+    feature_order: Tensor,
     rank: int,
 ) -> tuple[VisionInput, FeatureRoute]:
     """The frames of a row that a context-parallel rank encodes, and the route of their features.
@@ -232,21 +233,18 @@ def cut_images(
         first_plane, plane_end, patch_slice = 0, plane_bounds[0][1], slice(0, merge_unit)
         frame_sizes = window_sizes = np.array([merge_unit])
 
-    device = row_tensors["planes"].device
-    vision_input = VisionInput(
-        planes=row_tensors["planes"][first_plane:plane_end],
-        plane_index=row_tensors["plane_index"][patch_slice] - first_plane,
-        position_hw=row_tensors["position_hw"][patch_slice],
-        frame_hw=row_tensors["frame_hw"][patch_slice],
-        full_segments=Segments(cumulative(frame_sizes, device), int(frame_sizes.max())),
-        window_segments=Segments(cumulative(window_sizes, device), int(window_sizes.max())),
+    device = row_images.planes.device
+    vision_input = row_images.cut(
+        slice(first_plane, plane_end),
+        patch_slice,
+        *(Segments(cumulative(sizes, device), int(sizes.max())) for sizes in (frame_sizes, window_sizes)),
     )
     features_by_pair = np.array(row_header["features"])
     sent = features_by_pair[rank].tolist()
     order_start = int(features_by_pair[:rank].sum())
     route = FeatureRoute(
         encodes=bool(frame_runs),
-        send_order=row_tensors["feature_order"][order_start : order_start + sum(sent)].long(),
+        send_order=feature_order[order_start : order_start + sum(sent)].long(),
         sent=sent,
         received=features_by_pair[:, rank].tolist(),
     )
