@@ -108,7 +108,7 @@ def _renamed(json_object: dict[str, Any], new_keys: dict[str, str], taken_keys: 
     renamed_object = {new_keys[key]: value for key, value in json_object.items() if key in new_keys}
     for key, value in json_object.items():
         if key not in new_keys:
-            renamed_object[f"{key} (not in the index)" if key in taken_keys else key] = value
+            renamed_object[f"{key} (not among the columns)" if key in taken_keys else key] = value
     return renamed_object
 
 

@@ -10,8 +10,8 @@ def folder_kind(path: str | Path) -> str:
     folder = Path(path)
     if (folder / "adapter_config.json").exists():
         return (
-            f"{path} is a LoRA adapter (adapter_config.json): start from it with --lora.adapter, or merge it"
-            f" with `megatron-vl export --checkpoint {path} --hf HF_DIR --merge --out MERGED`"
+            f"{path} is a LoRA adapter (adapter_config.json): train it further with --lora.adapter, or"
+            f" merge it with `megatron-vl export --checkpoint {path} --hf HF_DIR --merge --out MERGED`"
         )
     if (folder / ".nv-meta").exists():
         return f"{path} is a data set: give it as --data.path"
@@ -22,8 +22,9 @@ def folder_kind(path: str | Path) -> str:
 
 def why_no_model(path: str | Path) -> str:
     """Why a folder without ``config.json`` cannot be the model, and what to do."""
+    problem = "holds no config.json" if Path(path).exists() else "does not exist"
     return folder_kind(path) or (
-        f"{path} holds no config.json; give the folder of a downloaded checkpoint"
+        f"{path} {problem}; give the folder of a downloaded checkpoint"
         " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
         " `hf download REPOSITORY config.json --local-dir FOLDER`)"
     )

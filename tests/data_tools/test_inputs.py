@@ -161,7 +161,7 @@ def test_index_names_files_columns_and_tags(tmp_path):
         for _, record in read_records(source.path)
     ]
     assert [m["content"] for m in read[0].messages] == ["Q", "A"]
-    assert read[0].ignored_keys == [("records", "system (not in the index)")]
+    assert read[0].ignored_keys == [("records", "system (not among the columns)")]
     assert [(m["role"], m["content"]) for m in read[1].messages] == [
         ("system", "Be brief."),
         ("user", [{"type": "image"}, {"type": "text", "text": "?"}]),

@@ -129,9 +129,10 @@ def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
     model, data = inputs[:2], ["--data.path", str(records)]
     problems = {
         "/none.json does not exist": [*model, "--data.path", str(tmp_path / "none.json")],
+        "a.json,b.csv does not exist; `megatron-vl data convert --input": [*model, "--data.path", "a.json,b.csv"],
         "--data.seqlen is unknown; did you mean --data.seq_len": [*inputs, "--data.seqlen", "9"],
         "expected a number, got abc": [*inputs, "--optimizer.lr", "abc"],
-        "nothf holds no config.json": ["--model.hf", str(tmp_path / "nothf"), *data],
+        "nothf does not exist": ["--model.hf", str(tmp_path / "nothf"), *data],
         "weightless holds no weights": ["--model.hf", str(weightless), *data],
         "random does not exist": [*inputs, "--model.checkpoint", str(tmp_path / "random")],
         "no_run does not exist; give a run": [*inputs, "--lora.adapter", str(tmp_path / "no_run")],
@@ -279,7 +280,7 @@ def peft(prepared, tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("words", "kind", "message"),
     [
-        ("train --model.hf", "peft", "model.hf {} is a LoRA adapter (adapter_config.json): start from"),
+        ("train --model.hf", "peft", "model.hf {} is a LoRA adapter (adapter_config.json): train it further"),
         ("train --model.checkpoint", "peft", "model.checkpoint {} is a LoRA adapter"),
         ("train --data.path", "peft", "data.path {} is a LoRA adapter"),
         ("train --model.hf", "data", "model.hf {} is a data set: give it as --data.path"),

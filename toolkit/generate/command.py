@@ -14,6 +14,11 @@ from .options import GenerateOptions
 def generate(options: GenerateOptions) -> int:
     """Answers the prompt or the data set. Returns the exit code."""
     config = parse_config(options.fields)
+    if config.lora.adapter and (options.checkpoint / "config.json").is_file():
+        raise UsageError(
+            "lora.adapter is for training: merge it first (`megatron-vl export --checkpoint"
+            f" {config.lora.adapter} --hf {options.checkpoint} --merge --out MERGED`) and give MERGED"
+        )
     from . import answers
 
     print_line = partial(print, file=sys.stderr, flush=True)

@@ -102,7 +102,7 @@ def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> st
     fullest = max(smallest.stages, key=lambda stage: stage.total_bytes)
     part = max(GPU_MEMORY_PARTS, key=lambda part: getattr(fullest, part))
     remedy = "lower data.seq_len or data.max_patches"
-    if part in ("weights", "gradients", "optimizer"):
+    if part in ("weights", "gradients", "optimizer") and not request.config.lora.rank:
         remedy = "train adapters (--lora.rank 16)"
     layout_text = describe_layout(smallest.config, smallest.layout, smallest.dp)
     return (

@@ -53,7 +53,7 @@ def print_plan(found: Plan) -> None:
         f" {rows.patches:,.0f} patches a row"
     )
     console.print(_layout_table(found))
-    print(f"first layout: {run_options(chosen)}")
+    print(f"first layout: {run_options(chosen, found.request.config)}")
     console.print(memory_table([stage.as_json() for stage in chosen.stages], "Memory of a GPU in GiB"))
     for line in _memory_lines(found):
         print(line)

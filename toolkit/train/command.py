@@ -155,7 +155,9 @@ def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: b
     """Refuses what can be seen from the names of files, before torch is imported or data are converted."""
     if is_records(config.data.path):
         if needs_records and not records_file(Path(str(config.data.path))).exists():
-            raise RunConfigError(f"data.path {config.data.path} does not exist")
+            advice = "; `megatron-vl data convert --input FILE FILE --out DIR` makes several one data set"
+            several = "," in str(config.data.path)
+            raise RunConfigError(f"data.path {config.data.path} does not exist{advice * several}")
         if (
             (config.eval.interval or config.eval.answers)
             and config.eval.split == "val"
