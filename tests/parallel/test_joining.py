@@ -45,10 +45,10 @@ class Forked:
         return self.process.exitcode
 
 
-def start_rank(rank: int, limit_s: float, port: int, host: str = "127.0.0.1", world_size: int = 2) -> Forked:
+def start_rank(rank: int, port: int, host: str = "127.0.0.1", world_size: int = 2) -> Forked:
     def join() -> None:
         handle_stop_signals()
-        joining.join_store(rank, world_size, limit_s)
+        joining.join_store(rank, world_size, limit_s=60)
 
     return Forked(join, MASTER_ADDR=host, MASTER_PORT=port, RANK=rank)
 
@@ -84,14 +84,14 @@ def ends_at_sigterm(forked: Forked) -> bool:
 
 def test_missing_rank_is_named_and_may_come_late() -> None:
     port = free_port()
-    first = start_rank(0, 60, port)
+    first = start_rank(0, port)
     there = f"NOTE: 1 of 2 ranks have come to 127.0.0.1:{port}; missing: rank 1. Start them"
     assert note_of(first).startswith(there)
-    assert start_rank(1, 60, port).wait() == first.wait() == 0
+    assert start_rank(1, port).wait() == first.wait() == 0
 
 
 def test_wait_for_a_rank_ends_at_a_signal() -> None:
-    stopped = start_rank(0, 60, free_port(), world_size=12)
+    stopped = start_rank(0, free_port(), world_size=12)
     assert "missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more. Start" in note_of(stopped)
     assert ends_at_sigterm(stopped)
 
@@ -131,16 +131,16 @@ def test_rank_that_comes_after_another_was_asked_to_stop_does_not_wait_for_it(mo
     """Its launcher would kill it before it says that the run has stopped."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    first = start_rank(1, 60, store.port)
+    first = start_rank(1, store.port)
     assert note_of(first) and ends_at_sigterm(first)
-    assert start_rank(0, 60, store.port).wait() == 128 + signal.SIGTERM
+    assert start_rank(0, store.port).wait() == 128 + signal.SIGTERM
 
 
 def test_server_that_is_asked_to_stop_tells_those_that_wait() -> None:
     port = free_port()
-    server = start_rank(0, 60, port, world_size=3)
+    server = start_rank(0, port, world_size=3)
     assert note_of(server)
-    waiting = start_rank(1, 60, port, world_size=3)
+    waiting = start_rank(1, port, world_size=3)
     time.sleep(2)
     assert ends_at_sigterm(server)
     assert waiting.wait() == 128 + signal.SIGTERM, waiting.stderr.read()
@@ -148,7 +148,7 @@ def test_server_that_is_asked_to_stop_tells_those_that_wait() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_wait_for_an_address_without_a_name_ends_at_a_signal(rank: int) -> None:
-    forked = start_rank(rank, 60, free_port(), NO_NAME)
+    forked = start_rank(rank, free_port(), NO_NAME)
     assert f"does not reach {NO_NAME}:" in note_of(forked)
     assert ends_at_sigterm(forked)
 
