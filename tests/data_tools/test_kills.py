@@ -73,7 +73,10 @@ def killed_after(seconds: float, source: Path, out: Path, workers: int) -> bool:
     return process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("seconds,workers", [(0.05, 1), (0.4, 2)])
+LATER_KILLS = [pytest.param(0.1 * number, 1 + number % 2, marks=pytest.mark.full) for number in range(18)]
+
+
+@pytest.mark.parametrize("seconds,workers", [(0.05, 1), (0.4, 2), *LATER_KILLS])
 def test_killed_conversion_starts_again_and_gives_the_same_bytes(
     source, tmp_path, undisturbed, seconds, workers
 ):

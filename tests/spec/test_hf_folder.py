@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -86,6 +87,7 @@ REFUSED = {
         method: (in_section("", "quantization_config", {"quant_method": method}), rf"quantised \({method}\)")
         for method in ("gptq", "awq", "bitsandbytes", "mxfp4")
     },
+    "a named pipe": (lambda hf: os.mkfifo(hf / "processor_config.json"), "json is a named pipe"),
     "fp8 at the top": (in_section("", "quantization_config", FP8), r"field 'quantization_config'"),
     "fp8 in the tower": (
         in_section("vision_config", "quantization_config", FP8),

@@ -209,6 +209,10 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
     (tmp_path / "runs/conversations/data/source.json").unlink()
     with pytest.raises(PrepareError, match="was not converted from"):
         convert_once(records, Path("runs/conversations/data"), TrainOptions(fields=[]))
+    records.unlink()
+    os.mkfifo(records)  # read twice, the second time without end
+    with pytest.raises(PrepareError, match="is a named pipe.*data convert --input"):
+        prepared(records, model, media_root=media)
 
 
 def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_writes_them(

@@ -259,7 +259,6 @@ def add_to_values(folder: Path) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Path], Any], bool, str]] = {
     "hf/preprocessor_config.json": (lambda path: set_fields(path, image_mean=[0.5] * 3), True, ""),
-    "weights/manifest.json": (lambda path: set_fields(path, origin={"step": 7}), True, ""),
     "hf/tokenizer.json": (lambda path: set_fields(path, normalizer=None), False, ""),
     "hf/chat_template.jinja": (lambda path: path.write_text("another template"), False, ""),
     "data/.nv-meta/split.yaml": (lambda path: path.write_text(path.read_text() + "\n"), False, ""),

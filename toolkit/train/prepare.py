@@ -289,6 +289,11 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
     """Whether a start has made the data set of these records."""
     if not records_file(records_path).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
+    if records_path.is_fifo():
+        raise PrepareError(
+            f"data.path {records_path} is a named pipe, and each start looks at the records again: convert"
+            f" them with `megatron-vl data convert --input {records_path}`"
+        )
     source = _read_source(dataset_dir)
     if not source.get("usable"):
         return False

@@ -51,7 +51,7 @@ def read_config(config_path: Path) -> dict[str, Any]:
     """
     hf_path = config_path.parent
     is_folder = config_path.name == "config.json"
-    _refuse_lfs_pointers(hf_path.iterdir() if is_folder else [config_path])
+    _refuse_pipes_and_lfs_pointers(hf_path.iterdir() if is_folder else [config_path])
     config = _read_object(config_path)
     is_fp8 = fp8_block_size(config) is not None
     _refuse_quantisation_fields(config_path, {**config, FP8_FIELD: None} if is_fp8 else config)
@@ -93,8 +93,10 @@ def _read_object(json_path: Path) -> dict[str, Any]:
     return json_object
 
 
-def _refuse_lfs_pointers(paths: Any) -> None:
+def _refuse_pipes_and_lfs_pointers(paths: Any) -> None:
     for path in sorted(paths):
+        if path.is_fifo():
+            raise ConfigError(f"{path} is a named pipe; put the file itself in its place")
         if path.suffix in _READ_SUFFIXES and path.is_file() and path.stat().st_size < 1024:
             if path.read_bytes().startswith(_LFS_POINTER):
                 raise ConfigError(
