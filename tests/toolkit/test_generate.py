@@ -173,6 +173,7 @@ def test_prompt_ends_before_the_first_answer(tiny_checkpoint: Any) -> None:
         (["--out", "new.jsonl", "--prompt", "Hi"], "give either --prompt"),
         (["--out", "new.jsonl"], "--out needs --data.path"),
         (["--prompt", "Hi", "--model.typo", "1"], "model.typo"),
+        (["--prompt", "Hi", "--lora.adapter", "tests"], "lora.adapter is for training: merge it first"),
     ],
 )
 def test_generate_refuses_contradicting_options(

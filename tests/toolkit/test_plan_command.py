@@ -107,6 +107,9 @@ def test_plan_names_the_largest_part_where_nothing_fits(capsys) -> None:
     said = capsys.readouterr().err
     assert "no layout of 1 RTX 4090 fits qwen2_5_vl with rows of 4096 tokens: the smallest, one GPU," in said
     assert "of 24 GiB, of which gradients 273: take more GPUs, or train adapters (--lora.rank 16)" in said
+    adapters = ["--hf", hf, "--gpus", "1", "--gpu", "RTX 4090", "--lora.rank", "16"]
+    assert main(["plan", *adapters]) == 1
+    assert "weights 137: take more GPUs, or lower data.seq_len" in capsys.readouterr().err
     small = ["--hf", B7[1], "--gpus", "1", "--gpu", "L40S", "--lora.rank", "16", "--data.seq_len", "131072"]
     assert main(["plan", *small]) == 1
     assert "take more GPUs, or lower data.seq_len or data.max_patches" in capsys.readouterr().err

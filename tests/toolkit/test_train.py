@@ -129,7 +129,7 @@ def test_slips_are_refused_before_torch_is_imported(inputs, tmp_path):
     model, data = inputs[:2], ["--data.path", str(records)]
     problems = {
         "/none.json does not exist": [*model, "--data.path", str(tmp_path / "none.json")],
-        "a.json,b.csv does not exist; `megatron-vl data convert --input": [*model, "--data.path", "a.json,b.csv"],
+        "a.json,b.csv does not exist; `megatron-vl data": [*model, "--data.path", "a.json,b.csv"],
         "--data.seqlen is unknown; did you mean --data.seq_len": [*inputs, "--data.seqlen", "9"],
         "expected a number, got abc": [*inputs, "--optimizer.lr", "abc"],
         "nothf does not exist": ["--model.hf", str(tmp_path / "nothf"), *data],
