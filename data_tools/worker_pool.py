@@ -100,8 +100,3 @@ def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with WorkerPool(min(num_workers, num_tasks)) as pool:
         yield from pool.results_in_order(function, zip(range(num_tasks)))
-
-
-def default_workers() -> int:
-    """Default number of processes: the available cores, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)))

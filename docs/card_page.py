@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.common.html_templates import template_environment
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 LINE_STYLES = {
     # Wide and pale below, so that the thin lines on top of it hide nothing.
@@ -47,7 +47,14 @@ class Panel:
 
 def card_section(card: dict[str, Any]) -> str:
     """The Markdown of a card, with the heading of a section."""
-    template = template_environment(Path(__file__).parent / "templates").get_template("card.md.jinja")
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.get_template("card.md.jinja")
     losses = card["curve"]["losses"]
     return template.render(
         **card,

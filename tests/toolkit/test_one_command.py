@@ -161,7 +161,7 @@ def test_dry_run_answers_for_records_that_no_start_has_converted(
     tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("data_tools.worker_pool.default_workers", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     records = questions(tmp_path / "raw", count=300)
     words = [
         "train",

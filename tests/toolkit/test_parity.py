@@ -136,7 +136,7 @@ def test_layouts_are_read_as_written():
     ("family", "layouts", "message"),
     [
         ("qwen3_vl_moe", "1,tp2", "--layouts tp2: with experts, tensor parallelism needs sequence "),
-        ("qwen3_vl_moe", "tp2pp2:layers=1-3", "write tp2pp2sp:layers=1-3"),
+        ("qwen3_vl_moe", "tp2pp2:layers=1-3", "sequence_parallel"),
         ("qwen3_5", "1,cp32", "--layouts cp32: cp=32: qwen3_5 has linear attention"),
         ("qwen2_5_vl", "1,pp2:layers=1-2", "--layouts pp2:layers=1-2: layers [1, 2] add up to 3"),
     ],

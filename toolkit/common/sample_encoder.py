@@ -14,7 +14,7 @@ from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import decode_media_planes, inspect_medium, stored_media_grid
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
-from megatron_vl.data.sample.thinking import ThinkingRule, opens_thinking
+from megatron_vl.data.sample.thinking import opens_thinking
 from megatron_vl.spec.families import read_spec
 
 PROMPT_TAIL_TOKENS = 32
@@ -37,13 +37,7 @@ class SampleEncoder:
         self.spec = read_spec(hf_dir)
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.data_config = data_config or DataConfig()
-        self.chat_encoder = ChatEncoder(
-            hf_dir,
-            self.spec,
-            ThinkingRule.from_data_config(self.data_config),
-            self.data_config.chat_template,
-            self.data_config.template_arguments,
-        )
+        self.chat_encoder = ChatEncoder(hf_dir, self.spec, self.data_config)
 
     def encode_sample(
         self, messages: Sequence[dict[str, Any]], media_items: list[MediaItem]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
@@ -19,7 +20,6 @@ from megatron_vl.config import TrainConfig
 from megatron_vl.data.row_encoder import RowEncoder
 from megatron_vl.system import durable_files
 from megatron_vl.system.errors import naming_file
-from toolkit.common.html_templates import template_environment
 
 from .sample_view import SampleView, view_sample
 from .statistics import (
@@ -65,7 +65,13 @@ def write_page(
             "charts": {f"{name} of a sample": shares for name, shares in bars.items() if shares},
         }
         samples += [view_sample(encoder, *chosen) for chosen in choose_samples(counted)]
-    environment = template_environment(Path(__file__).parent)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["printable"] = _printable
     page = environment.get_template("page.html.jinja").render(
         path=str(config.data.path),

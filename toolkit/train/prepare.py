@@ -25,6 +25,7 @@ from megatron_vl.system.errors import UserError
 from megatron_vl.system.folder_kind import folder_kind
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
+from megatron_vl.system.processes import available_cores
 from toolkit.common.options import option_flag
 from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions, ignored_keys_text
 
@@ -350,11 +351,10 @@ def choose_row_length(config: TrainConfig) -> int:
     from data_tools.sample_sizes import index_datasets
     from data_tools.sample_sources import open_encoder
     from data_tools.statistics import count_statistics
-    from data_tools.worker_pool import default_workers
     from megatron_vl.spec.families import read_spec
 
     spec = read_spec(config.model.hf)
-    index_datasets(config.data, spec, config.model.hf, default_workers())
+    index_datasets(config.data, spec, config.model.hf, available_cores())
     any_length = replace(config.data, seq_len=sys.maxsize)
     statistics = count_statistics(open_encoder(any_length, spec, config.model.hf), config.model.hf)
     statistics.check_usable()

@@ -17,6 +17,8 @@ from functools import cached_property
 from itertools import batched
 from typing import Any
 
+import torch
+
 from megatron_vl.data.sample.medium import UnusableError
 from megatron_vl.spec.families import VisionSpec
 from megatron_vl.spec.positions import GridTHW
@@ -191,7 +193,11 @@ def compare_boxes(answer: Sequence[Sequence[float]], reference: Sequence[Sequenc
 
     Partners are found one after the other, the largest IoU first. All frames of reference give the same IoU.
     """
-    pairs = [(_iou(a, b), i, j) for i, a in enumerate(answer) for j, b in enumerate(reference)]
+    from torchvision.ops import box_iou
+
+    boxes = (torch.tensor(each, dtype=torch.float64).reshape(-1, 4) for each in (answer, reference))
+    ious = box_iou(*boxes).nan_to_num().tolist()
+    pairs = [(iou, i, j) for i, row in enumerate(ious) for j, iou in enumerate(row)]
     found: dict[int, float] = {}
     taken: set[int] = set()
     for iou, i, j in sorted(pairs, reverse=True):
@@ -199,12 +205,3 @@ def compare_boxes(answer: Sequence[Sequence[float]], reference: Sequence[Sequenc
             found[j] = iou
             taken.add(i)
     return [found.get(j, 0.0) for j in range(len(reference))]
-
-
-def _iou(first: Sequence[float], second: Sequence[float]) -> float:
-    def area(x1: float, y1: float, x2: float, y2: float) -> float:
-        return max(x2 - x1, 0) * max(y2 - y1, 0)
-
-    shared = area(*map(max, first[:2], second[:2]), *map(min, first[2:], second[2:]))
-    union = area(*first) + area(*second) - shared
-    return shared / union if union else 0.0
