@@ -58,8 +58,6 @@ class CheckpointComparison:
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """One tensor of a folder."""
-
     shape: tuple[int, ...]
     dtype_code: str
     """Its type in safetensors' notation."""

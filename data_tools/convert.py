@@ -12,9 +12,11 @@ All of it happens in ``OUT.partial``, which becomes ``OUT`` at the end. A killed
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import batched
@@ -259,7 +261,6 @@ def _convert_records(
 ) -> tuple[DataReport, dict[str, Any]]:
     """Converts all records: workers store samples and index shards, this process orders the samples."""
     report = DataReport()
-    seen_ids = RecordIds()
     bytes_read = bytes_shown = 0
     spool_dir = dataset_dir / "spool"
     spool_dir.mkdir()
@@ -276,6 +277,7 @@ def _convert_records(
     total_bytes = sum(source.path.stat().st_size for source in input_files)
     with (
         WorkerPool(options.workers) as pool,
+        closing(RecordIds(spool_dir / "ids.sqlite")) as seen_ids,
         (dataset_dir / QUARANTINE_FILE).open("w", encoding="utf-8") as quarantine_file,
         (dataset_dir / MEDIA_NAMES_FILE).open("w", encoding="utf-8") as names_file,
         progress(total_bytes, "bytes", "converting") as show_progress,
@@ -310,7 +312,7 @@ def _convert_records(
             )
             bytes_shown = bytes_read
         shards = shard_writer.finish()
-    spool_dir.rmdir()
+    shutil.rmtree(spool_dir)
     report.train, report.val = shard_writer.num_samples["train"], shard_writer.num_samples["val"]
     report.shards, report.bytes = len(shards), sum(shard.size_bytes for shard in shards)
     return report, {shard.name: shard.record() for shard in shards}

@@ -6,14 +6,11 @@ Only the text of the samples is read and tokenized. The files are those that
 
 from __future__ import annotations
 
-import fcntl
 import json
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -51,8 +48,8 @@ from megatron_vl.data.source.sample_sizes import (
     list_all_datasets,
 )
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.system import durable_files
 from megatron_vl.system.errors import is_machine_fault
+from megatron_vl.system.partial_folder import BeingWrittenError, open_partial_folder
 from megatron_vl.system.progress_bar import progress
 
 from .sample_sources import SampleReader, SampleSource
@@ -116,44 +113,17 @@ def _index_dataset(
     try:
         if has_stored_sizes(dataset, sizes_name):
             return _index_result(sizes_dir, 0.0)
-        durable_files.make_dirs(sizes_dir.parent)
-        with _one_at_a_time(sizes_dir):
-            # Whoever had the lock before may have written them.
-            if not has_stored_sizes(dataset, sizes_name):
-                _write_sizes(dataset, sizes_dir, encoder, num_workers)
+        while not has_stored_sizes(dataset, sizes_name):
+            try:
+                with open_partial_folder(sizes_dir, lambda _: None, lambda _: True) as new_dir:
+                    _measure_shards(dataset, encoder, num_workers, new_dir)
+                break
+            except BeingWrittenError:  # another process measures them
+                time.sleep(1)
     except OSError as error:
         if not has_stored_sizes(dataset, sizes_name):
             raise LoaderError(f"{sizes_dir} cannot be written ({error}); fix this and start again") from error
     return _index_result(sizes_dir, time.monotonic() - start_time)
-
-
-@contextmanager
-def _one_at_a_time(sizes_dir: Path) -> Iterator[None]:
-    """Lets one process after the other into the context, if the file system has locks.
-
-    Otherwise, all write the same sizes, each into a folder of its own.
-    """
-    lock_path = sizes_dir.with_name(f".{sizes_dir.name}.lock")
-    with lock_path.open("ab") as lock_file:
-        with suppress(OSError):
-            fcntl.lockf(lock_file, fcntl.LOCK_EX)
-            for stale_dir in sizes_dir.parent.glob(f"{sizes_dir.name}-*{durable_files.PARTIAL_SUFFIX}"):
-                shutil.rmtree(stale_dir, ignore_errors=True)
-        yield
-    lock_path.unlink(missing_ok=True)
-
-
-def _write_sizes(dataset: DatasetDescription, sizes_dir: Path, encoder: RowEncoder, num_workers: int) -> None:
-    """Measures all samples, and puts their sizes in place of those of an earlier content."""
-    partial_dir = Path(tempfile.mkdtemp(durable_files.PARTIAL_SUFFIX, f"{sizes_dir.name}-", sizes_dir.parent))
-    try:
-        partial_dir.chmod(0o755)
-        _measure_shards(dataset, encoder, num_workers, partial_dir)
-        durable_files.fsync_tree(partial_dir)
-        shutil.rmtree(sizes_dir, ignore_errors=True)
-        durable_files.rename_path(partial_dir, sizes_dir)
-    finally:
-        shutil.rmtree(partial_dir, ignore_errors=True)
 
 
 def _index_result(sizes_dir: Path, seconds: float) -> IndexResult:
@@ -361,7 +331,8 @@ def measure_sample(encoder: RowEncoder, sample: RawSample) -> MeasuredSample:
         text_before = np.zeros(len(limits), np.uint32)
         exchanges = np.zeros(0, EXCHANGE_DTYPE)
         if "document" in record:
-            token_ids, _, spans = encode_document(chat_encoder, objects.written_document(), grids)
+            document = objects.written_messages()[0]["content"]
+            token_ids, _, spans = encode_document(chat_encoder, document, grids)
             media_tokens = np.array([end - start for start, end in spans], np.int64)
             starts_of_media = np.array([start for start, _ in spans], np.int64)
             text_before[: len(media)] = starts_of_media - (media_tokens.cumsum() - media_tokens)

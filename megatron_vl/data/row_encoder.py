@@ -193,7 +193,8 @@ class RowEncoder:
         objects = sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
         objects.check_inside()
         if sample.is_document:
-            tokens, mask, spans = encode_document(self.chat_encoder, objects.written_document(), sample.grids)
+            document = objects.written_messages()[0]["content"]
+            tokens, mask, spans = encode_document(self.chat_encoder, document, sample.grids)
             weight = record.get("loss_weight", 1.0)
             mask = mask if weight == 1 else mask.float() * weight
         else:

@@ -23,6 +23,10 @@ from megatron_vl.system import durable_files
 OWNER_FILE, NEW_DIR, OLD_DIR = "owner", "new", "old"
 
 
+class BeingWrittenError(FileExistsError):
+    """Another process writes the folder, or has just written it."""
+
+
 @contextlib.contextmanager
 def open_partial_folder(
     output_dir: Path,
@@ -39,7 +43,8 @@ def open_partial_folder(
         is_replaced: whether a file or folder of this name in ``output_dir`` goes even if there is no new one.
 
     Raises:
-        FileExistsError: another process writes to ``output_dir``, or it cannot be renamed.
+        FileExistsError: another process writes to ``output_dir`` (BeingWrittenError), or it cannot be
+            renamed.
     """
     output_dir = output_dir.resolve()
     if output_dir == Path.cwd() or os.path.ismount(output_dir):
@@ -102,12 +107,12 @@ def _claim_folder(partial_dir: Path) -> TextIO:
         except OSError:  # the file system has no locks
             is_owned = bool(pid) and (host != socket.gethostname() or psutil.pid_exists(int(pid)))
         if is_owned:
-            raise FileExistsError(
+            raise BeingWrittenError(
                 f"{partial_dir} is being written by {owner_text}; wait for it, or give another --out"
             )
         owner_path = partial_dir / OWNER_FILE
         if not owner_path.exists() or not os.path.samestat(os.fstat(owner_file.fileno()), owner_path.stat()):
-            raise FileExistsError(f"{partial_dir}: {owner_text} has just finished; look at its output")
+            raise BeingWrittenError(f"{partial_dir}: {owner_text} has just finished; look at its output")
         owner_file.truncate(0)
         owner_file.write(f"{socket.gethostname()} {os.getpid()}")
         owner_file.flush()

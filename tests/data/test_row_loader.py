@@ -508,15 +508,14 @@ def test_interrupted_index_leaves_no_sizes(plain, dataset, tmp_path, monkeypatch
         patched.setattr(module, "_measure_shard", stops)
         with pytest.raises(KeyboardInterrupt):
             index_datasets(data, spec, hf())
-    assert [path.name for path in sizes_dir.iterdir()] in ([], [f".{name}.lock"])
-    (sizes_dir / f"{name}-killed.partial").mkdir()
+    assert list(sizes_dir.iterdir()) == []
     index_datasets(data, spec, hf())
     assert [path.name for path in sizes_dir.iterdir()] == [name]
     assert stored_sizes(folder) == wanted
 
 
 def test_index_by_two_processes_keeps_each_others_results(dataset, tmp_path, monkeypatch):
-    """The first one is held where it removes what it takes for an earlier content."""
+    """The first one is held while it measures, and the second one waits for it."""
     from data_tools import sample_sizes
 
     folder, context = tmp_path / "set", multiprocessing.get_context("fork")
@@ -525,13 +524,13 @@ def test_index_by_two_processes_keeps_each_others_results(dataset, tmp_path, mon
     wanted = stored_sizes(folder)
     (sizes_dir / "shards.json").write_text('{"content": "earlier"}')
     first_waits, second_ended = context.Event(), context.Event()
-    remove = shutil.rmtree
+    measure = sample_sizes._measure_shards
 
-    def remove_late(path: Path, **options: Any) -> None:
-        if path == sizes_dir and multiprocessing.current_process().name == "first":
-            first_waits.set()
-            second_ended.wait(3)
-        remove(path, **options)
+    def measure_late(*arguments: Any) -> None:
+        assert multiprocessing.current_process().name == "first"
+        first_waits.set()
+        second_ended.wait(3)
+        measure(*arguments)
 
     def begin() -> None:
         if multiprocessing.current_process().name == "second":
@@ -539,7 +538,7 @@ def test_index_by_two_processes_keeps_each_others_results(dataset, tmp_path, mon
         index_datasets(data_config(folder), read_spec(hf()), hf())
         second_ended.set()
 
-    monkeypatch.setattr(sample_sizes.shutil, "rmtree", remove_late)
+    monkeypatch.setattr(sample_sizes, "_measure_shards", measure_late)
     processes = [context.Process(target=begin, name=name) for name in ("first", "second")]
     for process in processes:
         process.start()

@@ -23,7 +23,7 @@ from data_tools.formats import read_conversation
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.families.hf_folder import write_rope_fields
-from megatron_vl.spec.layout import check_experts_use_sequence_parallel, make_layout
+from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.plurals import pluralize
@@ -137,8 +137,13 @@ def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path, device:
 
 def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
     """Raises UserError, in terms of the command line, if the layout is impossible for this model."""
+    if spec.language.moe and layout_spec.tp > 1 and not layout_spec.sequence_parallel:
+        sizes, colon, layers = layout_spec.layout_text.partition(":")
+        raise UserError(
+            f"--layouts {layout_spec.layout_text}: with experts, tensor parallelism needs sequence "
+            f"parallelism (each rank routes its own tokens); write {sizes}sp{colon}{layers}"
+        )
     try:
-        check_experts_use_sequence_parallel(spec, layout_spec.tp, layout_spec.sequence_parallel)
         make_layout(spec, **layout_spec.layout_arguments)
     except LayoutError as error:
         raise UserError(f"--layouts {layout_spec.layout_text}: {error}") from error

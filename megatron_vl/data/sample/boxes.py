@@ -124,20 +124,10 @@ class SampleObjects:
         sizes, box_frame = self._sizes_of(item), self.vision.box_frame
         return [scale_number(n, item["frame"], i % 2, sizes, box_frame) for i, n in enumerate(item["box"])]
 
-    def written_document(self) -> list[dict[str, Any]]:
-        """The parts of a document, as :meth:`written_messages`."""
-        parts: list[dict[str, Any]] = self.written_messages([{"content": self.record["document"]}])[0][
-            "content"
-        ]
-        return parts
-
-    def written_messages(self, messages: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """The messages of the sample, with its objects in the place of their markers.
-
-        Args:
-            messages: those in their place.
-        """
-        messages = messages or self.record["messages"]
+    def written_messages(self) -> list[dict[str, Any]]:
+        """The messages of the sample, or one with the parts of a document, with its objects in the place of
+        their markers."""
+        messages = self.record.get("messages") or [{"content": self.record["document"]}]
         values = (item["ref"] if "ref" in item else self.numbers(item) for item in self.objects)
 
         def written(marker: re.Match[str]) -> str:
@@ -158,7 +148,7 @@ class SampleObjects:
             # The whole value of an argument becomes a list.
             return next(values) if key and value in ("<bbox>", "<point>") else MARKER.sub(written, value)
 
-        return map_texts(messages, change) if self.objects else list(messages)
+        return map_texts(messages, change) if self.objects else messages
 
     @property
     def has_boxes(self) -> bool:

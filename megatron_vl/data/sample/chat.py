@@ -381,7 +381,6 @@ class ChatEncoder:
     # --- Loss mask and placeholders -------------------------------------------------------------------------
 
     def _trained_span(self, text: str, place: AnswerPlace) -> Span:
-        """The part of an assistant turn that is trained on."""
         start, end, turn_end = place
         first: int | None = 0
         if self.template_writes_thinking:
