@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_vl.spec.families.hf_folder import read_config
 from megatron_vl.spec.tensors import MTP_PREFIX, tensor_table
+from megatron_vl.system.processes import available_cores
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE
@@ -26,7 +27,6 @@ from megatron_vl.weights.tensor_files import (
 )
 from megatron_vl.weights.weight_reader import WeightReader
 
-from .copy_jobs import default_worker_count
 from .fp8 import is_fp8_folder, open_tensor_folder
 from .hf_checkpoint import HfCheckpoint, short_tensor_name
 from .tensor_folder import TensorFolder
@@ -58,8 +58,6 @@ class CheckpointComparison:
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """One tensor of a folder."""
-
     shape: tuple[int, ...]
     dtype_code: str
     """Its type in safetensors' notation."""
@@ -95,9 +93,7 @@ def _element_bytes(dtype_code: str) -> int:
     return ANY_DTYPE_BY_CODE.get(dtype_code, torch.uint8).itemsize
 
 
-def compare_weights(
-    first_path: str | Path, second_path: str | Path, *, worker_count: int = 0
-) -> CheckpointComparison:
+def compare_weights(first_path: str | Path, second_path: str | Path) -> CheckpointComparison:
     """Compares all tensors of two folders bit for bit: HF folders, or Megatron weights of any layouts.
 
     A HF folder and Megatron weights are compared as `convert` would write the HF folder. FP8 weights are
@@ -142,7 +138,7 @@ def compare_weights(
             how = _describe_difference(first_tensors.get(name), second_tensors.get(name), advance)
             return TensorDifference(name, how) if how else None
 
-        tensor_differences = _find_differences(compare_tensor, tensor_names, worker_count)
+        tensor_differences = _find_differences(compare_tensor, tensor_names)
 
     example = min(renamed_examples, default="")
     return CheckpointComparison(
@@ -151,9 +147,9 @@ def compare_weights(
 
 
 def _find_differences[Item](
-    find_difference: Callable[[Item], TensorDifference | None], items: Sequence[Item], worker_count: int
+    find_difference: Callable[[Item], TensorDifference | None], items: Sequence[Item]
 ) -> list[TensorDifference]:
-    with ThreadPoolExecutor(worker_count or default_worker_count()) as pool:
+    with ThreadPoolExecutor(available_cores()) as pool:
         return list(filter(None, pool.map(find_difference, items)))
 
 
@@ -196,7 +192,7 @@ def _describe_difference(
     )
 
 
-def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int = 0) -> CheckpointComparison:
+def verify_checkpoint_hashes(checkpoint_path: str | Path) -> CheckpointComparison:
     """Compares every stored tensor of Megatron weights with its SHA-256 in the manifest."""
     weight_reader = WeightReader(checkpoint_path, should_verify=False)
     files = weight_reader.manifest["files"]
@@ -214,5 +210,5 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int =
                 return None
             return TensorDifference(name, f"differs in {file} from the manifest")
 
-        tensor_differences = _find_differences(check_hash, stored_tensors, worker_count)
+        tensor_differences = _find_differences(check_hash, stored_tensors)
     return CheckpointComparison(len(stored_tensors), total_bytes, tensor_differences)

@@ -28,6 +28,7 @@ from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.system.json_files import manifest_digest, write_json
+from megatron_vl.system.processes import available_cores
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import file_entry, rank_file_name, write_manifest
@@ -50,7 +51,7 @@ from megatron_vl.weights.trained_media import (
 )
 from megatron_vl.weights.weight_reader import WeightReader
 
-from .copy_jobs import CopyJob, default_worker_count, order_with_checks, run_copy_tasks
+from .copy_jobs import CopyJob, order_with_checks, run_copy_tasks
 from .fp8 import FP8, Fp8Folder
 from .hf_checkpoint import HfCheckpoint
 from .hf_output import OutputTensor, describe_form, gather_from, headers_of, output_tensors
@@ -147,7 +148,7 @@ def _write_weights(
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
     planned_files = _plan_files(source, layout)
     headers = {file.name: make_safetensors_header(file.tensors, {"format": "pt"}) for file in planned_files}
-    worker_count = worker_count or default_worker_count()
+    worker_count = worker_count or available_cores()
 
     with open_output(output_dir, input_dirs, headers, force_overwrite=force_overwrite) as output:
         copy_jobs = _shard_jobs(source, planned_files, layout.sharding if layout else UNSHARDED, output)
@@ -321,7 +322,7 @@ def export_weights(
         source = WeightReader(checkpoint)
         hf_checkpoint = HfCheckpoint(hf, has_mtp=source.spec.language.has_mtp)
         _check_same_model(source, hf_checkpoint)
-    workers = workers or default_worker_count()
+    workers = workers or available_cores()
 
     # Everything that can be refused is refused before the first byte is written.
     _check_padding(source, hf_checkpoint, workers)
@@ -383,7 +384,7 @@ def write_hf_folder(
             if o.follows_last:
                 job = replace(jobs_of_source.pop(), next_job=job)
             jobs_of_source.append(job)
-        write_seconds = _run_copy_jobs(command_name, source, jobs, output, workers or default_worker_count())
+        write_seconds = _run_copy_jobs(command_name, source, jobs, output, workers or available_cores())
         output.commit_files()
         for relative_path in companion_files:
             copied_path = output.path / relative_path

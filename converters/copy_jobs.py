@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -42,11 +41,6 @@ class CopyJob:
         """Bytes of this job and the next one."""
         own_bytes = math.prod(self.shape) * self.dtype.itemsize
         return own_bytes + (self.next_job.byte_count if self.next_job else 0)
-
-
-def default_worker_count() -> int:
-    """The number of useful workers. Hashing takes most of the time, and eight workers saturate the disk."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
 def return_freed_memory() -> None:

@@ -361,7 +361,8 @@ def measure_sample(encoder: RowEncoder, sample: RawSample) -> MeasuredSample:
         text_before = np.zeros(len(limits), np.uint32)
         exchanges = np.zeros(0, EXCHANGE_DTYPE)
         if "document" in record:
-            token_ids, _, spans = encode_document(chat_encoder, objects.written_document(), grids)
+            document = objects.written_messages()[0]["content"]
+            token_ids, _, spans = encode_document(chat_encoder, document, grids)
             media_tokens = np.array([end - start for start, end in spans], np.int64)
             starts_of_media = np.array([start for start, _ in spans], np.int64)
             text_before[: len(media)] = starts_of_media - (media_tokens.cumsum() - media_tokens)

@@ -148,8 +148,6 @@ def _sample_json(
 
 
 class _OpenShard:
-    """A shard to which samples are appended."""
-
     def __init__(self, tar_path: Path) -> None:
         self.tar_file = tar_path.open("w+b")
         self.name = tar_path.name

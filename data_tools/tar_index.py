@@ -31,6 +31,7 @@ from megatron_vl.data.source import dataset_description
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR, SIZES_DIR
 from megatron_vl.data.source.location import (
     STORE_PREFIX,
+    LoaderError,
     Location,
     is_in_object_store,
     resolve_location,
@@ -47,7 +48,7 @@ from megatron_vl.data.source.tar_list import (
     tar_stamp,
 )
 from megatron_vl.system import durable_files
-from megatron_vl.system.errors import UserError, is_machine_fault
+from megatron_vl.system.errors import is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.system.progress_bar import progress
 
@@ -60,10 +61,6 @@ WINDOW_BYTES = 1 << 20
 """Bytes of an object that are read together. What lies between two windows is skipped."""
 MAX_TAIL_BYTES = 1 << 20
 """Largest number of zeros with which a writer ends a tar."""
-
-
-class TarIndexError(UserError, ValueError):
-    """Tars that cannot be indexed. The message says what to do."""
 
 
 @dataclass
@@ -107,8 +104,8 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
         inputs: names with braces such as ``{00000..01200}``, folders, or files that list names.
 
     Raises:
-        TarIndexError: there are none, too many, or they have no common folder.
-        LoaderError: as :func:`~megatron_vl.data.source.location.resolve_location`.
+        LoaderError: there are none, too many, or they have no common folder; or as
+            :func:`~megatron_vl.data.source.location.resolve_location`.
     """
     paths: list[str] = []
     for given in inputs:
@@ -123,7 +120,7 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
         resolve_location(path)  # refuses other addresses of stores
     stores = {"/".join(path.split("/")[:3]) if is_in_object_store(path) else "" for path in paths}
     if not 0 < len(paths) <= MAX_SHARDS or len(stores) > 1 or len({*paths}) < len(paths):
-        raise TarIndexError(
+        raise LoaderError(
             f"--input names {len(paths)} tars, {len({*paths})} different ones; it takes 1 to {MAX_SHARDS}"
             " different tars of one store. Index each store into a folder of its own, and mix them"
         )
@@ -138,11 +135,11 @@ def index_tars(index: TarIndex, num_workers: int) -> TarReport:
     """Writes the data set of the pairs in tars.
 
     Raises:
-        TarIndexError: a tar cannot be read, no pair can be used, or the folder cannot be written.
+        LoaderError: a tar cannot be read, no pair can be used, or the folder cannot be written.
     """
     metadata_dir, results_dir = index.out_dir / METADATA_DIR, index.out_dir / RESULTS_DIR
     if (metadata_dir / "dataset.yaml").exists() and not (metadata_dir / TARS_FILE).exists():
-        raise TarIndexError(f"--out {index.out_dir} is a data set that was converted; give another folder")
+        raise LoaderError(f"--out {index.out_dir} is a data set that was converted; give another folder")
     report, result_paths = TarReport(len(index.names)), []
     try:
         durable_files.make_dirs(results_dir)
@@ -157,12 +154,12 @@ def index_tars(index: TarIndex, num_workers: int) -> TarReport:
             for stale_path in {*results_dir.iterdir()} - {*result_paths}:
                 stale_path.unlink()
             if not report.pairs:
-                raise TarIndexError(
+                raise LoaderError(
                     f"none of {report.broken.total()} samples in {report.tars} tars is a usable pair"
                     f" ({dict(report.broken)}); see {index.out_dir / 'quarantine.jsonl'}, and give --members"
                 )
     except OSError as error:
-        raise TarIndexError(
+        raise LoaderError(
             f"{error}; fix this, or give another --out, and start again: it continues"
         ) from error
     finally:
@@ -180,14 +177,14 @@ def _read_tar_once(number: int) -> tuple[Path, bool]:
     # A new client: two processes with one connection to a store would read each other's answers.
     tar_path = resolve_location(str(index.root / name))
     if not (stamp := tar_stamp(tar_path)):
-        raise TarIndexError(f"{tar_path} does not exist; correct --input")
+        raise LoaderError(f"{tar_path} does not exist; correct --input")
     result_path = index.result_path(name, stamp)
     if result_path.exists():
         return result_path, False
     pairs = _TarPairs(tar_path, name, index.fields, int(stamp.split()[0]))
     sizes = measure_samples(index.encoder, pairs)
     if tar_stamp(tar_path) != stamp:
-        raise TarIndexError(f"{tar_path} changed while it was read; start again when it is complete")
+        raise LoaderError(f"{tar_path} changed while it was read; start again when it is complete")
     facts = {"sizes": sizes.facts, "stamp": stamp, "refused": pairs.refused}
     facts["digest"] = pairs.digest.hexdigest()
     arrays: dict[str, Any] = {**sizes.arrays, "spans": np.array(pairs.spans, "<u8")}

@@ -15,15 +15,11 @@ from megatron_vl.system.errors import UserError
 from megatron_vl.system.processes import end_with_parent
 
 
-class WorkerError(UserError, RuntimeError):
-    """A worker process died. The message says which one, and what to do."""
-
-
 class WorkerPool:
     """Worker processes; with one worker, this process does the work itself.
 
     Raises:
-        WorkerError: a process died.
+        UserError: a process died.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -46,7 +42,7 @@ class WorkerPool:
                     process.terminate()
             self.executor.shutdown(wait=True, cancel_futures=True)
         if isinstance(error, BrokenProcessPool):
-            raise WorkerError(
+            raise UserError(
                 f"{self._dead_worker()} died (out of memory, or a media file crashed its decoder);"
                 " try --workers 1"
             ) from error
@@ -100,8 +96,3 @@ def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with WorkerPool(min(num_workers, num_tasks)) as pool:
         yield from pool.results_in_order(function, zip(range(num_tasks)))
-
-
-def default_workers() -> int:
-    """Default number of processes: the available cores, at most 8."""
-    return min(8, len(os.sched_getaffinity(0)))

@@ -109,7 +109,7 @@ def _loader_identity(
         **{f"{PROCESSOR_PREFIX}{name}": value for name, value in pixel_settings.items()},
     }
     if chat_encoder.template_writes_thinking:
-        identity |= dataclasses.asdict(chat_encoder.thinking_rule)
+        identity |= {name: getattr(data_config, name) for name in ("empty_think", "earlier_answers")}
     return identity
 
 

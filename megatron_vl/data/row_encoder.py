@@ -37,7 +37,6 @@ from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import UnusableError, decode_media_planes, stored_media_grid
 from megatron_vl.data.sample.parts import ExchangeStart, SamplePart, cut_conversation, cut_document
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
-from megatron_vl.data.sample.thinking import ThinkingRule
 from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.data.source.bad_samples import (
     MAX_LISTED_PER_ROW,
@@ -129,13 +128,7 @@ class RowEncoder:
 
     def __init__(self, data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
         self.data_config, self.spec = data_config, spec
-        self.chat_encoder = ChatEncoder(
-            hf_dir,
-            spec,
-            ThinkingRule.from_data_config(data_config),
-            data_config.chat_template,
-            data_config.template_arguments,
-        )
+        self.chat_encoder = ChatEncoder(hf_dir, spec, data_config)
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.source_names: tuple[str, ...] = ()
         """Names of the sources of a blend. If it is not empty, rows say which source each sample is from."""
@@ -200,7 +193,8 @@ class RowEncoder:
         objects = sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
         objects.check_inside()
         if sample.is_document:
-            tokens, mask, spans = encode_document(self.chat_encoder, objects.written_document(), sample.grids)
+            document = objects.written_messages()[0]["content"]
+            tokens, mask, spans = encode_document(self.chat_encoder, document, sample.grids)
             weight = record.get("loss_weight", 1.0)
             mask = mask if weight == 1 else mask.float() * weight
         else:

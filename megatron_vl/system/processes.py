@@ -52,6 +52,11 @@ class RankProcess:
             kill_process_tree(self.pid)
 
 
+def available_cores() -> int:
+    """The cores of this process, at most 8: so many workers saturate a disk."""
+    return min(8, len(os.sched_getaffinity(0)))
+
+
 def own_process() -> RankProcess:
     try:
         process = psutil.Process()

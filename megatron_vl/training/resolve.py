@@ -133,9 +133,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         from megatron_vl.data.sample.chat import ChatEncoder
 
         # Raises if tokenizer or chat template are missing, or do not fit the model.
-        chat_encoder = ChatEncoder(
-            config.model.hf, spec, None, config.data.chat_template, config.data.template_arguments
-        )
+        chat_encoder = ChatEncoder(config.model.hf, spec, config.data)
         if serving_note := chat_encoder.serving_note:
             run_notes.append(f"NOTE: {serving_note}")
 

@@ -219,7 +219,6 @@ def _shard_index_in_file(
 
 
 def _describe_rank(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> str:
-    """The name of the rank that holds a part, for messages."""
     if not tensor_info.num_experts:
         return f"tensor rank {shard_index}"
     tensor_rank = f", expert tensor rank {shard_index % sharding.etp}" if sharding.etp > 1 else ""

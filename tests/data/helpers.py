@@ -7,7 +7,7 @@ import torch
 
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.thinking import EMPTY_THINK_BLOCK
+from megatron_vl.data.sample.thinking import EMPTY_THINK_BLOCK, first_trained_character
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
@@ -134,7 +134,7 @@ def spans_one_by_one(
         before, ending = before.removesuffix(EMPTY_THINK_BLOCK), after.split("\n")[0]
         start, end = len(before), len(text) - len(after)
         assert mark and ending and start <= end and text.startswith(before) and text.endswith(after)
-        first = ours.thinking_rule.first_trained_character(text[start:end])
+        first = first_trained_character(text[start:end], ours.data_config)
         spans.append((end, end) if first is None else (start + first, end + len(ending)))
 
     return spans

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from transformers import AutoProcessor
 
@@ -19,7 +18,6 @@ from data_tools.sample_sources import open_encoder
 from data_tools.statistics import count_statistics
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import validation_rows
-from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.data.sample.documents import encode_document
@@ -106,24 +104,6 @@ def test_document_tokens_loss_and_positions_by_hand(family):
         assert mrope_positions(token_ids, grids, spec).T.tolist() == positions
         for start, end in spans:
             assert not loss_mask[start:end].any()
-        media = [
-            MediaItem(
-                g,
-                torch.zeros(
-                    1 if g.kind == "image" else 2 * g.t,
-                    g.h * g.w,
-                    3 * spec.vision.patch_size**2,
-                    dtype=torch.uint8,
-                ),
-            )
-            for g in grids
-        ]
-        row = pack_row([TokenizedSample(token_ids, loss_mask, media)], spec, len(tokens) + 3)
-        following = [
-            token if wanted else 0 for token, wanted in zip(token_ids.tolist()[1:], mask[1:], strict=True)
-        ]
-        assert row.labels.tolist() == [*following, 0, 0, 0, 0]
-        assert row.loss_mask.tolist() == [*mask[1:], 0, 0, 0, 0]
 
     for _, parts, tokens, mask, positions in HAND_WRITTEN:
         check(parts, [GRID] if IMAGE in tokens else [], tokens, mask, positions)

@@ -124,7 +124,7 @@ CALLED = [
 def test_exchange_has_its_calls_results_and_answers(messages, tools, expected):
     """Each exchange has the tokens of a conversation of its own, without the head."""
     folder = tiny_checkpoint("qwen2_5_vl")
-    encoder = ChatEncoder(folder, read_spec(folder), chat_template="qwen2_vl_tools")
+    encoder = ChatEncoder(folder, read_spec(folder), DataConfig(chat_template="qwen2_vl_tools"))
     starts: list[Any] = []
     token_ids, _ = encoder.encode(messages, [], tools, exchange_starts=starts)
     assert len(starts) == len(expected)

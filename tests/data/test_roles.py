@@ -57,8 +57,8 @@ def encoders(tmp_path_factory) -> dict[str, ChatEncoder]:
     thinking = {model: write_thinking_folder(root / model, model) for model in (LARGE, LATER)}
     return {
         "qwen2_vl": ChatEncoder(plain, spec),
-        "tools": ChatEncoder(plain, spec, chat_template=TOOLS_TEMPLATE),
-        "dropping": ChatEncoder(plain, spec, chat_template=str(dropping)),
+        "tools": ChatEncoder(plain, spec, DataConfig(chat_template=TOOLS_TEMPLATE)),
+        "dropping": ChatEncoder(plain, spec, DataConfig(chat_template=str(dropping))),
         **{model: ChatEncoder(folder, spec) for model, folder in thinking.items()},
     }
 

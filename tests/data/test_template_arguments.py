@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def encoder(folder: Path, **arguments: object) -> ChatEncoder:
-    return ChatEncoder(folder, spec_of("qwen3_vl"), template_arguments=arguments)
+    return ChatEncoder(folder, spec_of("qwen3_vl"), DataConfig(template_arguments=arguments))
 
 
 def test_earlier_thinking_is_trained_on_if_the_template_keeps_it(folder) -> None:

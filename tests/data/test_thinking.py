@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.data.sample.stop_tokens import read_stop_tokens
-from megatron_vl.data.sample.thinking import GeneratedAnswer, ThinkingRule, opens_thinking, split_thinking
+from megatron_vl.data.sample.thinking import GeneratedAnswer, opens_thinking, split_thinking
 from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import mask_one_by_one, spec_of
 from tests.data.test_chat import released_tokenizer_folder
@@ -91,7 +92,7 @@ def folders(tmp_path_factory):
 
 
 def encoder(folder: Path, **rule: str) -> ChatEncoder:
-    return ChatEncoder(folder, spec_of("qwen3_vl"), thinking_rule=ThinkingRule(**rule))
+    return ChatEncoder(folder, spec_of("qwen3_vl"), DataConfig(**rule))
 
 
 def pieces(ours: ChatEncoder, messages: list[dict]) -> list[tuple[list[str], bool]]:

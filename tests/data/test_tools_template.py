@@ -88,7 +88,7 @@ CONVERSATION: list[dict[str, Any]] = [
 
 def encoder(family: str = "qwen2_5_vl", template: str = TOOLS_TEMPLATE) -> ChatEncoder:
     folder = tiny_checkpoint(family)
-    return ChatEncoder(folder, read_spec(folder), chat_template=template)
+    return ChatEncoder(folder, read_spec(folder), DataConfig(chat_template=template))
 
 
 def test_tools_template_writes_what_was_worked_out_by_hand():

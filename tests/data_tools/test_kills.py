@@ -17,7 +17,8 @@ import pytest
 
 from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.records import ConvertError
-from data_tools.worker_pool import WorkerError, WorkerPool
+from data_tools.worker_pool import WorkerPool
+from megatron_vl.system.errors import UserError
 from megatron_vl.system.partial_folder import open_partial_folder
 from tests.data.datasets import mixed_records
 from tests.disk import Disk
@@ -130,7 +131,7 @@ def test_killed_worker_is_named():
     pids: list[int] = []
     others = {child.pid for child in multiprocessing.active_children()}  # of other tests
     killer = threading.Thread(target=kill_one)
-    with pytest.raises(WorkerError) as caught, WorkerPool(2) as pool:
+    with pytest.raises(UserError) as caught, WorkerPool(2) as pool:
         killer.start()
         list(pool.results_in_order(time.sleep, iter([(0.5,)] * 20)))
     killer.join()

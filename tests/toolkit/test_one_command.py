@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.input_files import find_input_files
-from megatron_vl.config import TrainConfig, parse_config, validate_config
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.data.source.location import LoaderError
 from tests.data.media import encoded
 from tests.data_tools.test_formats import WITH_TOOLS
@@ -26,7 +26,6 @@ from toolkit.cli import main
 from toolkit.train import prepare
 from toolkit.train.options import TrainOptions
 from toolkit.train.prepare import (
-    PrepareError,
     convert_once,
     is_hub_name,
     is_records,
@@ -149,11 +148,11 @@ def test_validation_split_is_part_of_what_was_converted(
     records, model = questions(tmp_path / "raw", image="media/dot.png"), tiny_checkpoint("qwen2_5_vl")
     prepared(records, model, val_fraction=0.5)
     assert "6 of 6 records converted, 3 of them for validation" in capsys.readouterr().err
-    with pytest.raises(PrepareError, match="was converted with --val-fraction 0.5, not unset"):
+    with pytest.raises(RunConfigError, match="was converted with --val-fraction 0.5, not unset"):
         prepared(records, model)
     other = questions(tmp_path / "other", image="media/dot.png", count=5)
     known = rf"was converted from other records \({records}\) than {other} holds now"
-    with pytest.raises(PrepareError, match=known):
+    with pytest.raises(RunConfigError, match=known):
         prepared(other, model, val_fraction=0.5)
 
 
@@ -161,7 +160,7 @@ def test_dry_run_answers_for_records_that_no_start_has_converted(
     tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("data_tools.worker_pool.default_workers", lambda: 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     records = questions(tmp_path / "raw", count=300)
     words = [
         "train",
@@ -190,28 +189,28 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
     monkeypatch.chdir(tmp_path)
     records, model = questions(tmp_path / "raw"), tiny_checkpoint("qwen2_5_vl")
     with pytest.raises(
-        PrepareError, match="6 of 6 records cannot be used.*dot.png does not exist.*--media-root"
+        RunConfigError, match="6 of 6 records cannot be used.*dot.png does not exist.*--media-root"
     ):
         prepared(records, model)
     media = [tmp_path / "raw" / "media"]
     prepared(records, model, media_root=media)
 
     # The records are read otherwise, so the data set is another one.
-    with pytest.raises(PrepareError, match="was converted with --missing-markers refuse, not first"):
+    with pytest.raises(RunConfigError, match="was converted with --missing-markers refuse, not first"):
         prepared(records, model, media_root=media, missing_markers="first")
 
     text = records.read_text()
     records.write_text(text)  # another time, the same records
     prepared(records, model, media_root=media)
     records.write_text(text.replace("Answer 3", "Answer 4"))
-    with pytest.raises(PrepareError, match="was converted from other records"):
+    with pytest.raises(RunConfigError, match="was converted from other records"):
         prepared(records, model, media_root=media)
     (tmp_path / "runs/conversations/data/source.json").unlink()
-    with pytest.raises(PrepareError, match="was not converted from"):
+    with pytest.raises(RunConfigError, match="was not converted from"):
         convert_once(records, Path("runs/conversations/data"), TrainOptions(fields=[]))
     records.unlink()
     os.mkfifo(records)  # read twice, the second time without end
-    with pytest.raises(PrepareError, match="is a named pipe.*data convert --input"):
+    with pytest.raises(RunConfigError, match="is a named pipe.*data convert --input"):
         prepared(records, model, media_root=media)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert_weights
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import write_rope_fields
-from megatron_vl.system.errors import UserError
+from megatron_vl.system.errors import UsageError, UserError
 from tests.converters.peft_models import SAVED, peft_folder
 from tests.support import ranks
 from toolkit.cli import main
@@ -128,7 +128,7 @@ def test_layouts_are_read_as_written():
     assert (parse_layout("ep4").dp, parse_layout("tp2ep4etp1").dp, parse_layout("dp8ep2etp2").dp) == (4, 2, 8)
     assert (parse_layout("cp2ep4").dp, parse_layout("cp2tp2sp").world_size) == (2, 4)
     for wrong in ("tp", "2", "tp2x", "tp2tp4", "pp2:layers=", "sp", "tp0", ""):
-        with pytest.raises(ValueError, match="layout"):
+        with pytest.raises(UsageError, match="layout"):
             parse_layouts(wrong)
 
 

@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoProcessor, AutoTokenizer
 
 from converters.convert import convert_weights, export_weights, reshard_weights
+from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import PROBE_TURNS, ChatEncoder
 from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_template
 from megatron_vl.data.sample.pixel_settings import media_limits_note
@@ -96,7 +97,8 @@ def test_given_template_is_the_only_one_of_the_export(hf: Path, step: Path, tmp_
     convert_weights(tmp_path / "out", tmp_path / "again")
     export_weights(tmp_path / "again", hf, tmp_path / "back")
     turns = [{"role": "user", "content": "?"}, PROBE_TURNS[1]]
-    expected = ChatEncoder(hf, read_spec(hf), chat_template=TOOLS_TEMPLATE).render_conversation(turns)
+    encoder = ChatEncoder(hf, read_spec(hf), DataConfig(chat_template=TOOLS_TEMPLATE))
+    expected = encoder.render_conversation(turns)
     assert '<tool_call>\n{"name": "look_up_the_weather", "arguments": {"city": "Oslo"}}' in expected
     for folder in (tmp_path / "out", tmp_path / "back"):
         for serving_class in (AutoTokenizer, AutoProcessor):

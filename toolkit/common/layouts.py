@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import ParallelConfig
-from megatron_vl.system.errors import UserError
-
-
-class LayoutTextError(UserError, ValueError):
-    """The text is not a layout."""
-
+from megatron_vl.system.errors import UsageError
 
 LAYOUT_GRAMMAR = (
     "tp2, sp (sequence parallel), cp2, pp2, vpp2, dp2, ep2, etp2 in any order, or 1 for a single rank; "
@@ -58,19 +53,19 @@ def parse_layout(layout_text: str) -> LayoutSpec:
     """Parses a layout. Without ``dp``, it has as few data-parallel ranks as ``ep`` and ``etp`` allow.
 
     Raises:
-        LayoutTextError: the text does not follow the grammar, names a size twice, or has sp without tp.
+        UsageError: the text does not follow the grammar, names a size twice, or has sp without tp.
     """
     match = _LAYOUT_PATTERN.fullmatch(layout_text.strip())
     if match is None:
-        raise LayoutTextError(f"{layout_text!r} is not a layout; valid: {LAYOUT_GRAMMAR}")
+        raise UsageError(f"{layout_text!r} is not a layout; valid: {LAYOUT_GRAMMAR}")
     parts = _PART_PATTERN.findall(match["sizes"])
     names = [key or word for key, _, word in parts]
     for name in names:
         if names.count(name) > 1:
-            raise LayoutTextError(f"layout {layout_text!r} names {name} twice")
+            raise UsageError(f"layout {layout_text!r} names {name} twice")
     sizes: dict[str, Any] = {key: int(number) for key, number, _ in parts if key}
     if "sp" in names and sizes.get("tp", 1) == 1:
-        raise LayoutTextError(f"layout {layout_text!r}: sp (sequence parallel) needs tp of at least 2")
+        raise UsageError(f"layout {layout_text!r}: sp (sequence parallel) needs tp of at least 2")
     if "dp" not in sizes:
         # The fewest replicas whose ranks can be divided among the experts.
         stage_ranks = sizes.get("tp", 1) * sizes.get("cp", 1)
@@ -88,8 +83,8 @@ def layout_sizes_text(sizes: Mapping[str, Any]) -> str:
 
 
 def parse_layouts(layouts_text: str) -> list[LayoutSpec]:
-    """Parses comma-separated layouts. Raises LayoutTextError like :func:`parse_layout`, and for no layout."""
+    """Parses comma-separated layouts. Raises UsageError like :func:`parse_layout`, and for no layout."""
     layouts = [parse_layout(part) for part in layouts_text.split(",") if part.strip()]
     if not layouts:
-        raise LayoutTextError(f"no layout is given; valid: {LAYOUT_GRAMMAR}")
+        raise UsageError(f"no layout is given; valid: {LAYOUT_GRAMMAR}")
     return layouts

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_vl.system.processes import available_cores
 from toolkit.common.options import CommandOptions, option, option_flag
 
 if TYPE_CHECKING:
@@ -62,14 +63,13 @@ class RecordOptions(CommandOptions):
             workers: number of processes; None: as many as the machine suits.
         """
         from data_tools.convert import ConversionOptions  # it imports torch
-        from data_tools.worker_pool import default_workers
 
         folders = self.media_root or [path if path.is_dir() else path.parent for path in inputs]
         return ConversionOptions(
             media_root=tuple(dict.fromkeys(folders)),
             out=out,
             follow_links=self.follow_links,
-            workers=default_workers() if workers is None else workers,
+            workers=available_cores() if workers is None else workers,
             **self.sample_options(),
             **further_options,
         )

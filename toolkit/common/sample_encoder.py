@@ -13,8 +13,8 @@ from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.medium import decode_media_planes, inspect_medium, stored_media_grid
-from megatron_vl.data.sample.pixel_settings import read_pixel_settings
-from megatron_vl.data.sample.thinking import ThinkingRule, opens_thinking
+from megatron_vl.data.sample.pixel_settings import PixelSettings, read_pixel_settings
+from megatron_vl.data.sample.thinking import opens_thinking
 from megatron_vl.spec.families import read_spec
 
 PROMPT_TAIL_TOKENS = 32
@@ -37,13 +37,7 @@ class SampleEncoder:
         self.spec = read_spec(hf_dir)
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.data_config = data_config or DataConfig()
-        self.chat_encoder = ChatEncoder(
-            hf_dir,
-            self.spec,
-            ThinkingRule.from_data_config(self.data_config),
-            self.data_config.chat_template,
-            self.data_config.template_arguments,
-        )
+        self.chat_encoder = ChatEncoder(hf_dir, self.spec, self.data_config)
 
     def encode_sample(
         self, messages: Sequence[dict[str, Any]], media_items: list[MediaItem]
@@ -86,8 +80,15 @@ class SampleEncoder:
         """Whether what is generated after ``encode_prompt`` begins within a block of thinking."""
         return opens_thinking(self.chat_encoder.tokenizer.decode(prompt.token_ids[-PROMPT_TAIL_TOKENS:]))
 
-    def encode_medium(self, kind: str, name: str, content: bytes) -> MediaItem:
-        """Decodes a file. Raises UnusableError, which names ``name``, if it is no such medium."""
+    def encode_medium(
+        self, kind: str, name: str, content: bytes, settings: PixelSettings | None = None
+    ) -> MediaItem:
+        """Decodes a file. Raises UnusableError, which names ``name``, if it is no such medium.
+
+        Args:
+            settings: settings in place of the encoder's.
+        """
+        settings = settings or self.pixel_settings
         record = inspect_medium(kind, name, content).loader_record(name)
-        grid = stored_media_grid(record, self.pixel_settings)
-        return MediaItem(grid, decode_media_planes(record, content, grid, self.pixel_settings))
+        grid = stored_media_grid(record, settings)
+        return MediaItem(grid, decode_media_planes(record, content, grid, settings))

@@ -12,6 +12,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.system.errors import UsageError
 from megatron_vl.system.plurals import pluralize
+from megatron_vl.system.processes import available_cores
 from toolkit.common.record_options import ignored_keys_text
 
 from .options import DataConvertOptions, DataIndexOptions, DataShowOptions
@@ -115,11 +116,10 @@ def index(options: DataIndexOptions) -> int:
     """Writes the sizes of a data set's samples."""
     config = _read_run(options.fields, options.out)
     from data_tools.sample_sizes import index_datasets
-    from data_tools.worker_pool import default_workers
     from megatron_vl.spec.families import read_spec
 
     spec = read_spec(config.model.hf)
-    num_workers = options.workers if options.workers is not None else default_workers()
+    num_workers = options.workers if options.workers is not None else available_cores()
     if options.out is not None:
         _index_tars(options, config, spec, num_workers)
     for result in index_datasets(config.data, spec, config.model.hf, num_workers):
@@ -160,7 +160,6 @@ def show(options: DataShowOptions) -> int:
     from data_tools.sample_sizes import index_datasets
     from data_tools.sample_sources import list_splits, open_encoder
     from data_tools.statistics import count_statistics
-    from data_tools.worker_pool import default_workers
     from megatron_vl.spec.families import read_spec
 
     from .page import write_page
@@ -178,7 +177,7 @@ def show(options: DataShowOptions) -> int:
             write_page(config, encoder, options.html, {"quarantined": {}}, {}, [sample])
         return 1 if sample.problem else 0
 
-    index_datasets(config.data, encoder.spec, config.model.hf, default_workers())  # what has no sizes yet
+    index_datasets(config.data, encoder.spec, config.model.hf, available_cores())  # what has no sizes yet
     splits = list_splits(config.data.path)
     statistics = {split: count_statistics(encoder, config.model.hf, split) for split in splits}
     facts = dataset_facts(config, statistics)

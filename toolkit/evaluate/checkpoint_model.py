@@ -11,11 +11,7 @@ import torch
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.data.sample.frame_archive import PixelError
-from megatron_vl.data.sample.grids import image_grid, video_grid
-from megatron_vl.data.sample.images import image_planes, image_size
 from megatron_vl.data.sample.thinking import GeneratedAnswer
-from megatron_vl.data.sample.videos import probe_video, video_planes
 from megatron_vl.weights.trained_media import exported_media
 from toolkit.generate.answers import THINK, Answerer, with_trained_media
 
@@ -64,26 +60,16 @@ class CheckpointModel:
         path = Path(part["value"])
         if not any(path.resolve().is_relative_to(root) for root in self.allowed_roots):
             raise ValueError(f"{path} is not inside the folder of the data set")
-        try:
-            media_items.append(self._read_medium(path.read_bytes(), part))
-        except PixelError as error:
-            raise PixelError(f"{path}: {error}") from error
-        return {"type": part["type"]}
-
-    def _read_medium(self, file_bytes: bytes, part: PromptPart) -> MediaItem:
-        """An image, or the frames of a video under the settings of the checkpoint."""
+        # A video may have a number or rate of frames of its own, under the other settings of the checkpoint.
         settings = self.answerer.encoder.pixel_settings
-        if part["type"] == "image":
-            grid = image_grid(*image_size(file_bytes), settings)
-            return MediaItem(grid, image_planes(file_bytes, grid, settings))
-        info = probe_video(file_bytes)
         if part.get("nframes"):
             count = int(part["nframes"])
             settings = dataclasses.replace(settings, video_min_frames=count, video_max_frames=count)
         elif part.get("fps"):
             settings = dataclasses.replace(settings, video_fps=float(part["fps"]))
-        grid = video_grid(info, settings)
-        return MediaItem(grid, video_planes(file_bytes, info, grid, settings))
+        encode_medium = self.answerer.encoder.encode_medium
+        media_items.append(encode_medium(part["type"], str(path), path.read_bytes(), settings))
+        return {"type": part["type"]}
 
     def generate_answer(self, prompt: EvaluationPrompt) -> GeneratedAnswer:
         """Generates the greedy answer to the last turn."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megatron_vl.spec.families import FAMILIES
-from megatron_vl.system.errors import UsageError, UserError
-from toolkit.common.layouts import LAYOUT_GRAMMAR, LayoutSpec, LayoutTextError, parse_layouts
+from megatron_vl.system.errors import UserError
+from toolkit.common.layouts import LAYOUT_GRAMMAR, LayoutSpec, parse_layouts
 from toolkit.common.options import CommandOptions, option
 
 MEMORY_NOTES = """
@@ -58,9 +58,6 @@ class ParityOptions(CommandOptions):
         return parse_layouts(self.layouts)
 
     def check(self) -> None:
-        try:
-            parse_layouts(self.layouts)
-        except LayoutTextError as error:
-            raise UsageError(f"--layouts: {error}") from error
+        parse_layouts(self.layouts)
         if self.family and self.checkpoint:
             raise UserError("--checkpoint needs a folder as --hf: a family gets weights of its own")

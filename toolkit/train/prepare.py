@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from data_tools.input_files import INDEX_FILE, find_input_files, record_files, record_suffix
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
-from megatron_vl.system.errors import UserError
 from megatron_vl.system.folder_kind import folder_kind
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
+from megatron_vl.system.processes import available_cores
 from toolkit.common.options import option_flag
 from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions, ignored_keys_text
 
@@ -44,10 +44,6 @@ FIRST_RECORDS = (0, 99_999)
 """The part of the records that stands for all before they are converted: 256, or so many of 25 million."""
 
 
-class PrepareError(UserError, ValueError):
-    """Model or data that cannot be prepared. The message says what to do."""
-
-
 def prepare_run(
     run_args: list[str], config: TrainConfig, options: RecordOptions, *, is_first_node: bool
 ) -> list[str]:
@@ -62,7 +58,7 @@ def prepare_run(
         The words with those fields added that follow: the folders, and the length of a row.
 
     Raises:
-        PrepareError: the model cannot be downloaded, or the conversations cannot be used.
+        RunConfigError: the model cannot be downloaded, or the conversations cannot be used.
     """
     added = {}
     if is_hub_name(config.model.hf):
@@ -107,7 +103,7 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
     Of records that no start has converted, the first stand for all, in a folder that is removed.
 
     Raises:
-        PrepareError, ConvertError: as :func:`convert_once` raises them.
+        RunConfigError, ConvertError: as :func:`convert_once` raises them.
     """
     if is_hub_name(config.model.hf):
         hf_dir = download_model(config.model.hf, local_files_only=True)
@@ -125,7 +121,7 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
             first = pluralize(report.records, "record")
             _print_progress(f"{records_path} is not converted yet; what follows holds for its first {first}")
             if refusals := _report_records(report, conversion):
-                raise PrepareError(refusals)
+                raise RunConfigError(refusals)
         config = replace(config, data=replace(config.data, path=str(dataset_dir)))
         if "data.seq_len" not in stated_fields(run_args):
             row_length = _read_source(dataset_dir).get("seq_len") or choose_row_length(config)
@@ -158,7 +154,7 @@ def download_model(name: str, *, local_files_only: bool = False) -> str:
     """Downloads a model into the cache of ``huggingface_hub``, unless it is there. Returns its folder.
 
     Raises:
-        PrepareError: it cannot be downloaded, or is not there with ``local_files_only``.
+        RunConfigError: it cannot be downloaded, or is not there with ``local_files_only``.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -170,7 +166,7 @@ def download_model(name: str, *, local_files_only: bool = False) -> str:
         folder = f"checkpoints/{name.partition('/')[2]}"
         cause = f"cannot be downloaded: {_first_line(error)}"
         cause = "--dry-run downloads nothing" if local_files_only else cause
-        raise PrepareError(
+        raise RunConfigError(
             f"model.hf {name} is no folder here ({cause}). Where the Hub can be reached, run"
             f" `hf download {name} --local-dir {folder}`, then give --model.hf {folder}"
         ) from error
@@ -201,7 +197,7 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     """Converts records into a data set, unless it was made of the same records before.
 
     Raises:
-        PrepareError: the records have changed, none can be used, more than 1 % cannot, or another start
+        RunConfigError: the records have changed, none can be used, more than 1 % cannot, or another start
             converts them now.
         ConvertError: as :func:`data_tools.convert.convert_dataset` raises it.
     """
@@ -214,11 +210,11 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
         shutil.rmtree(dataset_dir)  # too many of its records could not be used
     # The run's own files would be read as records at the next start.
     if records_path.is_dir() and dataset_dir.resolve().is_relative_to(records_path.resolve()):
-        raise PrepareError(
+        raise RunConfigError(
             f"checkpoint.dir {dataset_dir.parent} lies in data.path {records_path}; give another one"
         )
     if dataset_dir.exists():
-        raise PrepareError(f"{dataset_dir} was not converted from {records_path} by a run; rename it")
+        raise RunConfigError(f"{dataset_dir} was not converted from {records_path} by a run; rename it")
 
     _print_progress(f"converting {records_path} into {dataset_dir}, once")
     source = {"path": str(records_path.resolve()), "files": _file_facts(records_path)}
@@ -227,12 +223,12 @@ def convert_once(records_path: Path, dataset_dir: Path, options: RecordOptions) 
     try:
         report = convert_dataset([records_path], conversion)
     except ConvertError as error:
-        raise PrepareError(str(error).replace("another --out", "another checkpoint.dir")) from error
+        raise RunConfigError(str(error).replace("another --out", "another checkpoint.dir")) from error
     refusals = _report_records(report, conversion)
     # This file lets runs use the data set, so it is written last.
     write_json(dataset_dir / SOURCE_FILE, source | {"usable": not refusals})
     if refusals:
-        raise PrepareError(refusals)
+        raise RunConfigError(refusals)
 
 
 def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
@@ -290,7 +286,7 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
     if not records_file(records_path).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
     if records_path.is_fifo():
-        raise PrepareError(
+        raise RunConfigError(
             f"data.path {records_path} is a named pipe, and each start looks at the records again: convert"
             f" them with `megatron-vl data convert --input {records_path}`"
         )
@@ -300,13 +296,13 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
     other = f"another checkpoint.dir, or remove {dataset_dir} and every checkpoint beside it"
     for name, value in options.sample_options().items():
         if source[name] != value:
-            raise PrepareError(
+            raise RunConfigError(
                 f"{dataset_dir} was converted with {option_flag(name)} {source[name] or 'unset'}, not"
                 f" {value or 'unset'}: give the same again or {other}"
             )
     if _file_facts(records_path) == source["files"] or _digest(records_path) == source["sha256"]:
         return True
-    raise PrepareError(
+    raise RunConfigError(
         f"{dataset_dir} was converted from other records ({source['path']}) than {records_path} holds now. To"
         f" train on these, give {other}"
     )
@@ -355,11 +351,10 @@ def choose_row_length(config: TrainConfig) -> int:
     from data_tools.sample_sizes import index_datasets
     from data_tools.sample_sources import open_encoder
     from data_tools.statistics import count_statistics
-    from data_tools.worker_pool import default_workers
     from megatron_vl.spec.families import read_spec
 
     spec = read_spec(config.model.hf)
-    index_datasets(config.data, spec, config.model.hf, default_workers())
+    index_datasets(config.data, spec, config.model.hf, available_cores())
     any_length = replace(config.data, seq_len=sys.maxsize)
     statistics = count_statistics(open_encoder(any_length, spec, config.model.hf), config.model.hf)
     statistics.check_usable()

@@ -17,6 +17,8 @@ from functools import cached_property
 from itertools import batched
 from typing import Any
 
+import torch
+
 from megatron_vl.data.sample.medium import UnusableError
 from megatron_vl.spec.families import VisionSpec
 from megatron_vl.spec.positions import GridTHW
@@ -122,20 +124,10 @@ class SampleObjects:
         sizes, box_frame = self._sizes_of(item), self.vision.box_frame
         return [scale_number(n, item["frame"], i % 2, sizes, box_frame) for i, n in enumerate(item["box"])]
 
-    def written_document(self) -> list[dict[str, Any]]:
-        """The parts of a document, as :meth:`written_messages`."""
-        parts: list[dict[str, Any]] = self.written_messages([{"content": self.record["document"]}])[0][
-            "content"
-        ]
-        return parts
-
-    def written_messages(self, messages: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-        """The messages of the sample, with its objects in the place of their markers.
-
-        Args:
-            messages: those in their place.
-        """
-        messages = messages or self.record["messages"]
+    def written_messages(self) -> list[dict[str, Any]]:
+        """The messages of the sample, or one with the parts of a document, with its objects in the place of
+        their markers."""
+        messages = self.record.get("messages") or [{"content": self.record["document"]}]
         values = (item["ref"] if "ref" in item else self.numbers(item) for item in self.objects)
 
         def written(marker: re.Match[str]) -> str:
@@ -156,7 +148,7 @@ class SampleObjects:
             # The whole value of an argument becomes a list.
             return next(values) if key and value in ("<bbox>", "<point>") else MARKER.sub(written, value)
 
-        return map_texts(messages, change) if self.objects else list(messages)
+        return map_texts(messages, change) if self.objects else messages
 
     @property
     def has_boxes(self) -> bool:
@@ -191,7 +183,11 @@ def compare_boxes(answer: Sequence[Sequence[float]], reference: Sequence[Sequenc
 
     Partners are found one after the other, the largest IoU first. All frames of reference give the same IoU.
     """
-    pairs = [(_iou(a, b), i, j) for i, a in enumerate(answer) for j, b in enumerate(reference)]
+    from torchvision.ops import box_iou
+
+    boxes = (torch.tensor(each, dtype=torch.float64).reshape(-1, 4) for each in (answer, reference))
+    ious = box_iou(*boxes).nan_to_num().tolist()
+    pairs = [(iou, i, j) for i, row in enumerate(ious) for j, iou in enumerate(row)]
     found: dict[int, float] = {}
     taken: set[int] = set()
     for iou, i, j in sorted(pairs, reverse=True):
@@ -199,12 +195,3 @@ def compare_boxes(answer: Sequence[Sequence[float]], reference: Sequence[Sequenc
             found[j] = iou
             taken.add(i)
     return [found.get(j, 0.0) for j in range(len(reference))]
-
-
-def _iou(first: Sequence[float], second: Sequence[float]) -> float:
-    def area(x1: float, y1: float, x2: float, y2: float) -> float:
-        return max(x2 - x1, 0) * max(y2 - y1, 0)
-
-    shared = area(*map(max, first[:2], second[:2]), *map(min, first[2:], second[2:]))
-    union = area(*first) + area(*second) - shared
-    return shared / union if union else 0.0

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.answer_places import AnswerPlace, find_answers, find_exchanges
 from megatron_vl.data.sample.chat_template import (
     TOOLS_FAMILIES,
@@ -49,7 +50,11 @@ from megatron_vl.data.sample.conversation_checks import (
 )
 from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.parts import ExchangeStart
-from megatron_vl.data.sample.thinking import THINK_CLOSING, ThinkingRule, has_thinking_switch
+from megatron_vl.data.sample.thinking import (
+    THINK_CLOSING,
+    first_trained_character,
+    has_thinking_switch,
+)
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, shared_tokenizer
 from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
@@ -85,26 +90,18 @@ class ChatEncoder:
     Args:
         hf_dir: folder with the tokenizer and the chat template.
         spec: the model (its placeholder tokens and merge size).
-        thinking_rule: what is trained on, for chat templates that write thinking.
-        chat_template: file or name of another template than the folder's (``data.chat_template``).
-        template_arguments: arguments of the template (``data.template_arguments``).
+        data_config: another template than the folder's, arguments of the template, and what is trained on if
+            it writes thinking.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer or no chat template.
         ChatError: the tokenizer does not know the model's placeholder tokens, or has tokens without a row in
-            the embedding; or ``chat_template`` cannot be used, or does not read ``template_arguments``.
+            the embedding; or the given template cannot be used, or does not read its arguments.
     """
 
-    def __init__(
-        self,
-        hf_dir: str | Path,
-        spec: ModelSpec,
-        thinking_rule: ThinkingRule | None = None,
-        chat_template: str = "",
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, hf_dir: str | Path, spec: ModelSpec, data_config: DataConfig | None = None) -> None:
         self.spec = spec
-        self.thinking_rule = thinking_rule or ThinkingRule()
+        self.data_config = data_config or DataConfig()
         self.hf_dir = Path(hf_dir)
         self.tokenizer, self.serving_note = shared_tokenizer(hf_dir)
         # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
@@ -113,10 +110,10 @@ class ChatEncoder:
         added_tokens = self._fast_tokenizer.get_added_tokens_decoder()
         self._space_eating_ids = [token_id for token_id, token in added_tokens.items() if token.rstrip]
         """Added tokens that take the white space after them, as their ``rstrip`` says."""
-        self.given_template = chat_template
-        self.chat_template = read_run_template(hf_dir, chat_template)
+        self.given_template = self.data_config.chat_template
+        self.chat_template = read_run_template(hf_dir, self.given_template)
         self.template_writes_thinking = THINK_CLOSING in self.chat_template
-        self.template_arguments = dict(template_arguments or {})
+        self.template_arguments = self.data_config.template_arguments
         check_template_arguments(self.chat_template, self.template_arguments, "data.template_arguments")
 
         placeholder_ids = (spec.image_token_id, spec.video_token_id)
@@ -140,7 +137,7 @@ class ChatEncoder:
         self.pad_token_id: int | None = (
             pad_token if pad_token is not None and pad_token < spec.language.vocab_size else None
         )
-        if chat_template:
+        if self.given_template:
             self._check_given_template()
 
     def tokenizer_digest(self) -> str:
@@ -384,11 +381,10 @@ class ChatEncoder:
     # --- Loss mask and placeholders -------------------------------------------------------------------------
 
     def _trained_span(self, text: str, place: AnswerPlace) -> Span:
-        """The part of an assistant turn that is trained on."""
         start, end, turn_end = place
         first: int | None = 0
         if self.template_writes_thinking:
-            first = self.thinking_rule.first_trained_character(text[start:end])
+            first = first_trained_character(text[start:end], self.data_config)
         if first is None:
             return end, end
         # The token that ends the turn is trained on, the newline after it is not.

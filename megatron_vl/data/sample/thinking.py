@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_vl.config import DataConfig, LossOn
+from megatron_vl.config import DataConfig
 
 THINK_TAG = "<think>"
 THINK_OPENING = f"{THINK_TAG}\n"
@@ -34,24 +34,13 @@ EMPTY_THINK_BLOCK = "<think>\n\n</think>\n\n"
 """The block of an answer without thinking."""
 
 
-@dataclass(frozen=True)
-class ThinkingRule:
-    """Says which tokens have loss. The fields are those of :class:`megatron_vl.config.DataConfig`."""
-
-    empty_think: LossOn = "masked"
-    earlier_answers: LossOn = "trained"
-
-    @classmethod
-    def from_data_config(cls, data_config: DataConfig) -> ThinkingRule:
-        return cls(data_config.empty_think, data_config.earlier_answers)
-
-    def first_trained_character(self, turn_text: str) -> int | None:
-        """The first character to train on of a turn without its header; None: there is none."""
-        if turn_text.startswith(EMPTY_THINK_BLOCK):
-            return len(EMPTY_THINK_BLOCK if self.empty_think == "masked" else THINK_OPENING)
-        if turn_text.startswith(THINK_OPENING) and THINK_CLOSING in turn_text:
-            return len(THINK_OPENING)
-        return 0 if self.earlier_answers == "trained" else None
+def first_trained_character(turn_text: str, data_config: DataConfig) -> int | None:
+    """The first character to train on of a turn without its header; None: there is none."""
+    if turn_text.startswith(EMPTY_THINK_BLOCK):
+        return len(EMPTY_THINK_BLOCK if data_config.empty_think == "masked" else THINK_OPENING)
+    if turn_text.startswith(THINK_OPENING) and THINK_CLOSING in turn_text:
+        return len(THINK_OPENING)
+    return 0 if data_config.earlier_answers == "trained" else None
 
 
 def has_thinking_switch(chat_template: str) -> bool:

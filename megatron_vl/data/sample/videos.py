@@ -129,7 +129,6 @@ def iterate_frames(
 def _archive_frames(
     archive_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int]
 ) -> Iterator[Tensor]:
-    """:func:`iterate_frames` of an archive of frames."""
     frame_archive = FrameArchive(archive_bytes)
     max_pixels = video_info.height * video_info.width
     for frame_number in frame_numbers:

@@ -113,7 +113,6 @@ def read_blend_sources(
 
 
 def _given_amount(part: dict[str, Any], kind: str, field: str, prefix: str) -> float:
-    """The weight or repetitions of a part of a mixture."""
     name = part.get("name", "a part")
     other_field = "repetitions" if field == "weight" else "weight"
     if other_field in part:

@@ -276,7 +276,7 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
         )
     content_id, id_path = "", metadata_dir / "index.uuid"
     if location_is_file(id_path) and location_size_bytes(id_path) <= MAX_ID_BYTES:
-        content_id = read_text_file(id_path, errors="replace").strip()
+        content_id = id_path.read_bytes().decode(errors="replace").strip()
     return DatasetDescription(
         dataset_path,
         kept_shards,

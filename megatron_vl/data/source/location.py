@@ -97,13 +97,9 @@ def location_size_bytes(file_location: Location) -> int:
     return int(file_location.size())
 
 
-def read_text_file(file_location: Location, **decode_arguments: Any) -> str:
-    """The text of a file in UTF-8.
-
-    Args:
-        decode_arguments: further arguments of ``bytes.decode``, such as ``errors``.
-    """
-    return file_location.read_bytes().decode("utf-8", **decode_arguments)
+def read_text_file(file_location: Location) -> str:
+    """The text of a file in UTF-8."""
+    return file_location.read_bytes().decode()
 
 
 def part_name(index: int, num_parts: int) -> str:
