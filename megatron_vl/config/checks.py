@@ -293,12 +293,8 @@ def check_inputs(config: TrainConfig) -> None:
 
 
 def check_weights_exist(config: TrainConfig) -> None:
-    """Raises RunConfigError if the weights or adapters that a new run starts from are not there."""
-    hf_dir, weights_path, adapter = config.model.hf, config.model.checkpoint, config.lora.adapter
-    _refuse_if(
-        adapter and not Path(adapter).exists(),
-        f"lora.adapter {adapter} does not exist; give a run with LoRA or a folder of adapters",
-    )
+    """Raises RunConfigError if the weights that a new run starts from are not there."""
+    hf_dir, weights_path = config.model.hf, config.model.checkpoint
     _refuse_if(
         not weights_path and not any(Path(hf_dir).glob("*.safetensors")),
         f"model.checkpoint is empty, and model.hf {hf_dir} holds no weights (*.safetensors); download the"

@@ -86,7 +86,6 @@ REMOVED = {
     "max_seq_length": LENGTH,
     "max_steps": "set steps",
     "micro_batch_size": MICRO_BATCH,
-    "model": MODEL,
     "model_name_or_path": MODEL,
     "logging_steps": "set log.interval",
     "lr_scheduler_type": "set optimizer.schedule",

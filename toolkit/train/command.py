@@ -178,6 +178,11 @@ def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: b
         return
     check_inputs(config)
     is_resumed = config.checkpoint.dir and any(Path(config.checkpoint.dir).glob("step_*"))
+    adapter = config.lora.adapter
+    if adapter and not is_resumed and not Path(adapter).exists():  # a run that continues needs it no longer
+        raise RunConfigError(
+            f"lora.adapter {adapter} does not exist; give a run with LoRA or a folder of adapters"
+        )
     if not config.data.is_synthetic and not is_resumed:
         check_weights_exist(config)
 
