@@ -224,7 +224,7 @@ def _format_advice(record: dict[str, Any]) -> str:
     return (
         f"formats have {', '.join(CONVERSATION_FIELDS)}, a question ({', '.join(QUESTION_FIELDS)}) and its"
         f" answer ({', '.join(ANSWER_FIELDS)}), or {', '.join(documents.FIELDS)}; or name the columns with"
-        " --columns COLUMN=user,COLUMN=assistant"
+        " --columns COLUMN=user,COLUMN=assistant, and images with ,COLUMN=image --missing-markers first"
     )
 
 
