@@ -18,11 +18,10 @@ from typing import Any
 from megatron_vl.data.source.dataset_description import METADATA_DIR
 
 from .exact_json import unique_keys
-from .records import ConvertError, read_records
-from .tables import TABLE_SUFFIXES, column_names
+from .records import COMPRESSION_SUFFIXES, ConvertError, read_records
+from .tables import HEADED_SUFFIXES, TABLE_SUFFIXES, column_names
 
 TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson")
-COMPRESSION_SUFFIXES = (".gz", ".zst")
 INDEX_FILE = "dataset_info.json"
 REMOTE_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 FORMAT_BY_FORMATTING = {"alpaca": "alpaca", "sharegpt": "", "openai": ""}
@@ -184,7 +183,7 @@ def with_columns(input_files: list[InputFile], columns_text: str) -> list[InputF
     field_by_column = parse_columns(columns_text)
     names_by_path = {source.path: _field_names(source.path) for source in input_files}
     seen = {*itertools.chain.from_iterable(names_by_path.values())}
-    if not all(path.suffix in (".csv", ".tsv", ".parquet") for path in names_by_path):
+    if not all(path.suffix in HEADED_SUFFIXES for path in names_by_path):
         seen.update(field_by_column)  # later records may have it
     for path, names in names_by_path.items():
         for column, known_field in field_by_column.items():
@@ -200,7 +199,7 @@ def with_columns(input_files: list[InputFile], columns_text: str) -> list[InputF
 def _field_names(records_path: Path) -> list[str]:
     """The columns of a table, or the fields of a file's first records; none of a pipe, which is read once."""
     try:
-        if records_path.is_file() and records_path.suffix in (".csv", ".tsv", ".parquet"):
+        if records_path.is_file() and records_path.suffix in HEADED_SUFFIXES:
             return column_names(records_path)
     except (ValueError, OSError) as error:
         raise ConvertError(f"{records_path} cannot be read: {error}") from error

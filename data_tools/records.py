@@ -25,6 +25,7 @@ from . import tables
 from .exact_json import EXACT_DECODER, DuplicateKeyError
 
 CHUNK_BYTES = 1 << 20
+COMPRESSION_SUFFIXES = (".gz", ".zst")
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 MAX_RECORD_BYTES = 1 << 30
 INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
@@ -71,7 +72,8 @@ def read_records(
         except (ValueError, OSError) as error:
             raise ConvertError(f"{records_path} cannot be read: {error}") from error
         return
-    if records_path.suffix in (".gz", ".zst") and Path(records_path.stem).suffix in tables.TABLE_SUFFIXES:
+    is_compressed, inner_suffix = records_path.suffix in COMPRESSION_SUFFIXES, Path(records_path.stem).suffix
+    if is_compressed and inner_suffix in tables.TABLE_SUFFIXES:
         raise ConvertError(f"{records_path} is a compressed table, which is not read; decompress it first")
 
     with _open_content(records_path) as (raw_file, content_file):

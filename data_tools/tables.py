@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+HEADED_SUFFIXES = (".parquet", ".csv", ".tsv")
+"""Tables of which :func:`column_names` reads the columns alone."""
 TABLE_SUFFIXES = (".parquet", ".arrow", ".csv", ".tsv")
 MAX_BATCH_BYTES = 32 << 20
 MAX_BATCH_ROWS = 64

@@ -115,7 +115,7 @@ def trace(rows: int, answer: str) -> list[Run]:
     return [(0, before.split()), Unit(55, rows, 2, "<|image_pad|>"), (55 + rows, after.split())]
 
 
-def place(rows: int, answer: str) -> list[Run]:
+def turns_with_a_box(rows: int, answer: str) -> list[Run]:
     """Two users' turns, and a box on the image."""
     after = f"{END} What ? {STOP} {START} user Ċ And ? {STOP} {START} assistant Ċ {answer} {STOP}"
     return [(0, [*USER.split(), BEGIN]), Unit(15, rows, 2, "<|image_pad|>"), (15 + rows, after.split())]
@@ -174,7 +174,7 @@ GOLDEN: dict[str, list[list[Run]]] = {
 ANSWERS: dict[str, list[list[str]]] = {}
 for key, (box, resized, point) in BOXES.items():
     rows, said = 4 if key == "text" else 5, [box, box, resized]
-    GOLDEN[key] += [trace(rows, f"{box} {point}"), *(place(rows, answer) for answer in said)]
+    GOLDEN[key] += [trace(rows, f"{box} {point}"), *(turns_with_a_box(rows, answer) for answer in said)]
     called = f"{CALLED} A Ġcat . <|im_end|> Look . <|im_end|> {box} {point}"
     said = ["It Ġgets Ġbrighter ."] * 3 + [called, *said]
     ANSWERS[key] = [f"{answer} <|im_end|>".split() for answer in said]

@@ -60,9 +60,8 @@ def test_search_finds_layouts_that_fit_and_that_the_run_accepts() -> None:
         again = predict_run(run, prediction.spec, 4, find_gpu("H100"))
         assert again.step_seconds == pytest.approx(prediction.step_seconds)
         assert again.peak_gib + 8 <= 79.1
-        given = parse_config(
-            ["--data.seq_len", "8192", "--checkpoint.dir", "runs/x", *run_options(prediction).split()]
-        )
+        words = ["--data.seq_len", "8192", "--checkpoint.dir", "runs/x"]
+        given = parse_config([*words, *run_options(prediction, parse_config(words)).split()])
         assert given.parallel == run.parallel and given.recompute == run.recompute
         assert given.optimizer == run.optimizer
 

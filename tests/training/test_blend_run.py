@@ -67,7 +67,7 @@ def hf_losses(hf: Path, blend: Path, keys: list[list[str]]) -> list[float]:
             part = slice(*row.cu_seqlens[i : i + 2].tolist())
             samples[source].append(TokenizedSample(row.tokens[part], row.loss_mask[part].roll(1)))
     model, norm = load_hf_for_training(hf), read_pixel_norm(hf)
-    return [backward_mean_loss(model, given, spec, norm) for given in samples.values()]
+    return [backward_mean_loss(model, of_source, spec, norm) for of_source in samples.values()]
 
 
 def test_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], tmp_path: Path) -> None:

@@ -234,12 +234,12 @@ def test_models_and_folders_without_it_are_refused_by_name(tmp_path: Path) -> No
         HfCheckpoint(tmp_path, has_mtp=True)
 
 
-@pytest.mark.parametrize("given", ["", "weights"])
-def test_other_layer_under_the_path_of_a_node_is_refused(prepared, tmp_path, monkeypatch, given) -> None:
+@pytest.mark.parametrize("checkpoint", ["", "weights"])
+def test_other_layer_under_the_path_of_a_node_is_refused(prepared, tmp_path, monkeypatch, checkpoint) -> None:
     """Whether a run begins with the whole folder, or with its layer beside weights that have none."""
     for node in ("first", "second"):
         shutil.copytree(prepared["hf"], tmp_path / node / "hf")
-    paths = ["--model.hf", "hf", "--model.checkpoint", given and str(prepared["weights"])]
+    paths = ["--model.hf", "hf", "--model.checkpoint", checkpoint and str(prepared["weights"])]
     config = parse_config(options_of(prepared, tmp_path / "run", *paths, "--mtp.loss", "0.3"))
     monkeypatch.chdir(tmp_path / "first")
     resolved_run = resolve_run(config, 1)

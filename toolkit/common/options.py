@@ -26,6 +26,7 @@ from megatron_vl.config.options import MISSING, valid_range
 from megatron_vl.config.options import option as option
 from megatron_vl.config.removed import explain_unknown
 from megatron_vl.system.errors import UsageError
+from megatron_vl.system.folder_kind import why_no_model
 
 RUN_FIELDS_HELP = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
 WIDTH = 100
@@ -101,12 +102,11 @@ def check_paths(options: CommandOptions) -> None:
 
 def check_path(path: Path, is_model: bool) -> None:
     """Raises FileNotFoundError if there is no such path."""
-    # Users may give the name of a repository on the Hugging Face hub, which is not a folder.
-    advice = "; give the folder of a downloaded checkpoint (hf download REPOSITORY --local-dir FOLDER)"
     try:
         path.stat()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist{advice if is_model else ''}") from None
+        # Users may give the name of a repository on the Hugging Face hub, which is not a folder.
+        raise FileNotFoundError(why_no_model(path) if is_model else f"{path} does not exist") from None
     except OSError:
         pass  # the command itself reports what is wrong
 

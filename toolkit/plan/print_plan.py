@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import OptimizerConfig, TrainConfig
+from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.gpus import reserve_gib
 from megatron_vl.estimate.parameters import count_parameters
 from megatron_vl.estimate.rows import ASSUMED_ROWS_TEXT
@@ -97,18 +96,9 @@ def _memory_lines(found: Plan) -> list[str]:
     return lines
 
 
-def run_options(prediction: RunPrediction, base: TrainConfig | None = None) -> str:
-    """A layout as options of ``train``, as far as it differs from ``base``: ``--parallel.pp 2``.
-
-    Args:
-        base: None: a run without any option. Of the optimizer, only what memory depends on counts then,
-            because the rest does not belong to a layout.
-    """
+def run_options(prediction: RunPrediction, base: TrainConfig) -> str:
+    """A layout as options of ``train``, as far as it differs from the run ``base``: ``--parallel.pp 2``."""
     config = with_split(prediction.config, prediction.layout)
-    if base is None:
-        own = config.optimizer
-        optimizer = OptimizerConfig(offload_fraction=own.offload_fraction, moments_dtype=own.moments_dtype)
-        config, base = dataclasses.replace(config, optimizer=optimizer), TrainConfig()
     words = []
     for section in ("parallel", "recompute", "optimizer", "vision"):
         values, base_values = vars(getattr(config, section)), vars(getattr(base, section))
