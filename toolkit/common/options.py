@@ -97,7 +97,7 @@ def check_paths(options: CommandOptions) -> None:
         value = getattr(options, item.name)
         if item.metadata.get("must_exist") and value:
             for path in value if isinstance(value, list) else [value]:
-                check_path(Path(path), is_model=item.name in ("hf", "original"))
+                check_path(Path(path), is_model=item.metadata["must_exist"] == "model")
 
 
 def check_path(path: Path, is_model: bool) -> None:
