@@ -162,8 +162,7 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
     )
     for name in ("interval", "answers") if data.is_synthetic else ():
         value = getattr(config.eval, name)
-        needs = f"eval.{name} {value} needs a data set, and data.path is {data.path}; set it to 0"
-        _refuse_if(value, needs)
+        _refuse_if(value, f"eval.{name} {value} needs a data set, and data.path is {data.path}; set it to 0")
     _refuse_if(
         0 < data.max_pixels < data.min_pixels,
         f"data.min_pixels {data.min_pixels} must not be above data.max_pixels {data.max_pixels}",

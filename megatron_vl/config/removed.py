@@ -80,6 +80,7 @@ REMOVED = {
     "fsdp": ZERO,
     "gradient_accumulation_steps": BATCH,
     "gradient_checkpointing": RECOMPUTE,
+    "gpus": "give --nproc-per-node",
     "learning_rate": RATE,
     "max_grad_norm": "set optimizer.clip_grad",
     "max_length": LENGTH,
@@ -98,7 +99,6 @@ REMOVED = {
     "save_steps": "set checkpoint.interval",
     "save_total_limit": "set checkpoint.keep",
     "tensor_model_parallel_size": "set parallel.tp",
-    "train_file": DATA,
     "train_iters": "set steps",
     "train_type": LORA,
     "val_size": "give --val-fraction",
@@ -144,5 +144,5 @@ def explain_unknown(name: str, known_names: Sequence[str], words_before: Sequenc
     near = near or [by_leaf[each] for each in get_close_matches(leaf, by_leaf, 3)]
     if near:
         return f"{name} is unknown; did you mean {' or '.join(near[:3])}?"
-    in_section = [known for known in known_names if known.startswith(f"{name.partition('.')[0]}.")]
-    return f"{name} is unknown; valid: {', '.join(in_section or known_names)}"
+    valid = [known for known in known_names if known.startswith(f"{name.partition('.')[0]}.")] or known_names
+    return f"{name} is unknown" + (f"; valid: {', '.join(valid)}" if len(valid) < 40 else "")

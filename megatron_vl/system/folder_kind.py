@@ -32,8 +32,7 @@ def is_hub_name(model: str) -> bool:
 
 def why_no_model(path: str | Path) -> str:
     """Why a folder without ``config.json`` cannot be the model, and what to do."""
-    name = Path(path).name
-    problem = "holds no config.json" if Path(path).exists() else "does not exist"
+    name, problem = Path(path).name, "holds no config.json" if Path(path).exists() else "does not exist"
     repository, folder = "REPOSITORY", "FOLDER"
     if is_hub_name(f"{path}"):
         repository, folder = f"{path}", f"checkpoints/{name}"

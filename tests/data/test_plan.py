@@ -197,7 +197,7 @@ def test_planner_handles_unusual_data_sets():
     batch = planner(tokens, patches, rows=8, shuffled=False).next_batch()
     held = {place.index: place.tokens for row in batch.rows_of_rank() for place in row}
     assert held[3] == held[11] == 0, "they are read only so that they are counted"
-    message = r"^128 samples .* each is empty or longer than data.seq_len \(1024\)\. Raise data.seq_len, or"
+    message = r"^128 consecutive draws .* empty or exceeds data.seq_len; none is longer than a row\. Raise"
     with pytest.raises(LoaderError, match=message):
         planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next_batch()
     blend = SampleOrder([50, 50], [0.999, 0.001], 5, is_shuffled=True)

@@ -68,6 +68,8 @@ SLIPS = {
     "export --model d": "there is no --model: give --hf; see",
     "train --data a.json": "there is no --data: set data.path: a file of records, or",
     "train --checkpoint d": "there is no --checkpoint: set checkpoint.dir, the run's folder, or model.check",
+    "train --zzz 1": "--zzz is unknown; see megatron-vl train --help",
+    "train --gpus 2": "there is no --gpus: give --nproc-per-node",
     "train --log d": "--log is a section; give its fields, such as --log.interval or --log.tensorboard",
     "train --epochs 0 --steps 0": "epochs 0 trains nothing; leave it out for one pass over the data",
     "convert --hf Org/Name --out b": "(`hf download Org/Name --local-dir checkpoints/Name`; where",

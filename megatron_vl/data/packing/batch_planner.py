@@ -205,8 +205,7 @@ class BatchPlanner:
     def long_samples(self) -> str:
         """How many samples are longer than a row, and how long the longest one is; empty if none is."""
         counts = (min(count, MAX_SEARCHED) for count in self.sample_order.sample_counts)
-        sizes = [self.lookup_sizes(source, np.arange(count))[0] for source, count in enumerate(counts)]
-        tokens = np.concatenate(sizes)
+        tokens = np.concatenate([self.lookup_sizes(i, np.arange(n))[0] for i, n in enumerate(counts)])
         too_long = int((tokens > self.seq_len).sum())
         numbers = f"{too_long:,} of {tokens.size:,}, the longest of {tokens.max(initial=0):,} tokens"
         return f"samples longer than data.seq_len {self.seq_len}: {numbers}" if too_long else ""
