@@ -109,7 +109,8 @@ class DatasetStatistics:
         """Raises LoaderError if no sample can be used."""
         if not self.num_usable:
             refusals = BadSampleMeter(1.0)
-            refusals.add_counts(0, self.left_out_reasons())
+            longest = max(int(each.sizes["tokens"].max(initial=0)) for each in self.sources)
+            refusals.add_counts(0, self.left_out_reasons(), {TOO_LONG: {"size": longest, "data_sets": []}})
             raise LoaderError(
                 f"no sample of {self.data_config.path} can be used ({refusals.counts_by_reason()})."
                 f" {refusals.advice_text()}"

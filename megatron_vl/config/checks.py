@@ -160,14 +160,9 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
         data.is_synthetic and data.path not in SYNTHETIC_ROWS,
         f"data.path {data.path}: random rows are {' or '.join(SYNTHETIC_ROWS)}",
     )
-    _refuse_if(
-        data.is_synthetic and config.eval.interval,
-        f"eval.interval {config.eval.interval} needs a data set, and data.path is {data.path}; set it to 0",
-    )
-    _refuse_if(
-        data.is_synthetic and config.eval.answers,
-        f"eval.answers {config.eval.answers} needs a data set, and data.path is {data.path}; set it to 0",
-    )
+    for name in ("interval", "answers") if data.is_synthetic else ():
+        value = getattr(config.eval, name)
+        _refuse_if(value, f"eval.{name} {value} needs a data set, and data.path is {data.path}; set it to 0")
     _refuse_if(
         0 < data.max_pixels < data.min_pixels,
         f"data.min_pixels {data.min_pixels} must not be above data.max_pixels {data.max_pixels}",

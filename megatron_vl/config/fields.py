@@ -446,10 +446,10 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     failures: FailuresConfig = field(default_factory=FailuresConfig)
     steps: int = option(0, minimum=0)
-    """Optimizer steps of the whole run. The schedule ends here. 0: those of epochs passes over the data."""
+    """Optimizer steps of the whole run. The schedule ends here. 0: those of epochs."""
     epochs: int = option(0, minimum=0)
-    """Passes over the data, each of which trains on every usable sample exactly once; excludes steps. 0: one
-    pass, if steps is 0 too. A blend by weights has no passes."""
+    """Passes over the data, each of which trains on every usable sample exactly once; excludes steps. One
+    pass if both are left out. A blend by weights has no passes."""
     stop_after: int | None = option(None, minimum=1)
     """Save and stop at this step; the schedule still ends at `steps`."""
     global_batch_size: int = option(8, minimum=1)
@@ -487,11 +487,6 @@ def field_types(config_class: type = TrainConfig, name_prefix: str = "") -> dict
             field_types(type_hint, f"{name_prefix}{name}.") if is_section else {name_prefix + name: type_hint}
         )
     return types_by_name
-
-
-def section_names() -> list[str]:
-    """Fields that hold fields."""
-    return list(dict.fromkeys(name.partition(".")[0] for name in field_types() if "." in name))
 
 
 _TYPE_DESCRIPTIONS: dict[Any, str] = {

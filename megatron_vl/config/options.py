@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 MISSING = dataclasses.MISSING
 
@@ -20,7 +20,7 @@ def option(
     shown_default: str = "",
     positional: bool = False,
     several: bool = False,
-    must_exist: bool = False,
+    must_exist: bool | Literal["model"] = False,
 ) -> Any:
     """Declares a field of a run, or an option: a field of a command's options.
 
@@ -33,7 +33,7 @@ def option(
         shown_default: the default as ``--help`` of a command shows it; empty: the value itself.
         positional: whether the value is a word without an option name.
         several: whether the option takes several words, and may be repeated.
-        must_exist: whether to refuse a path that does not exist.
+        must_exist: whether to refuse a path that does not exist; "model": with how to download a model.
     """
     facts = {name: value for name, value in locals().items() if name != "default"}
     if isinstance(default, list | dict):

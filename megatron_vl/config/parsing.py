@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_vl.config.fields import RunConfigError, TrainConfig, describe_type, field_types, section_names
+from megatron_vl.config.fields import RunConfigError, TrainConfig, describe_type, field_types
 from megatron_vl.config.removed import explain_unknown
 from megatron_vl.config.run_file import read_run_file
 
@@ -73,6 +73,8 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
 
     # The parser's namespace also has --config, which is no field of a run.
     config = parser.instantiate_classes(parser.parse_object(_nested(values)))
+    if not (config.steps or config.epochs) and (zero := {"steps", "epochs"} & values.keys()):
+        raise RunConfigError(f"{min(zero)} 0 trains nothing; leave it out for one pass over the data")
     if config.lora.adapter:
         stated = frozenset(name.removeprefix("lora.") for name in values if name.startswith("lora."))
         object.__setattr__(config.lora, "stated_fields", stated)
@@ -122,9 +124,6 @@ def _file_values(path: Path) -> Iterator[GivenValue]:
 
 def _read_value(parser: ArgumentParser, name: str, value: Any, place: str) -> Any:
     """The value, with a list written as ``a,b`` made one. Raises RunConfigError if its type is wrong."""
-    if name in section_names():
-        advice = f"give its fields, as in --{name}.FIELD value"
-        raise RunConfigError(f"{place}field {name!r} is a section; {advice}")
     for form in [value, value.split(",")] if isinstance(value, str) and value else [value]:
         try:
             parser.parse_object(_nested({name: form}), defaults=False)
@@ -145,7 +144,7 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 def _check_name(name: str, place: str = "") -> None:
     fields = [*field_types(), "config"]
-    if name not in (*fields, *section_names()):
+    if name not in fields:
         raise RunConfigError(f"{place}{explain_unknown(name, fields)}")
 
 

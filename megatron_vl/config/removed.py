@@ -15,7 +15,6 @@ BUCKETS = "gradients are always reduced, and weights gathered, during the passes
 PATTERNS = "all matrices get lora.rank and lora.alpha; lora.adapter reads PEFT folders that have others"
 ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
 
-EPOCHS = "set epochs"
 MICRO_BATCH = "set data.seq_len and global_batch_size; a micro-batch is one row of packed samples"
 BATCH = "set global_batch_size, the rows of a step over all ranks"
 ZERO = "set parallel.distributed_optimizer (ZeRO-1), parallel.tp and parallel.pp"
@@ -71,7 +70,9 @@ REMOVED = {
     # Fields of a run as other programs call them.
     "batch_size": BATCH,
     "bf16": "dtype is bfloat16 on GPUs unless it is set",
+    "checkpoint": "set checkpoint.dir, the run's folder, or model.checkpoint, the weights to start from",
     "cutoff_len": LENGTH,
+    "data": DATA,
     "dataset": DATA,
     "deepspeed": ZERO,
     "eval_steps": "set eval.interval",
@@ -79,18 +80,16 @@ REMOVED = {
     "fsdp": ZERO,
     "gradient_accumulation_steps": BATCH,
     "gradient_checkpointing": RECOMPUTE,
+    "gpus": "give --nproc-per-node",
     "learning_rate": RATE,
-    "lora_alpha": "set lora.alpha",
-    "lora_rank": "set lora.rank",
+    "max_grad_norm": "set optimizer.clip_grad",
     "max_length": LENGTH,
-    "max_seq_length": LENGTH,
-    "max_steps": "set steps",
     "micro_batch_size": MICRO_BATCH,
+    "model": MODEL,
     "model_name_or_path": MODEL,
     "logging_steps": "set log.interval",
     "lr_scheduler_type": "set optimizer.schedule",
-    "num_epochs": EPOCHS,
-    "num_train_epochs": EPOCHS,
+    "num_train_epochs": "set epochs",
     "output_dir": FOLDER,
     "per_device_train_batch_size": MICRO_BATCH,
     "pipeline_model_parallel_size": "set parallel.pp",
@@ -99,13 +98,15 @@ REMOVED = {
     "resume_from_checkpoint": "a run resumes by itself if checkpoint.dir has a checkpoint",
     "save_steps": "set checkpoint.interval",
     "save_total_limit": "set checkpoint.keep",
-    "seq_length": LENGTH,
     "tensor_model_parallel_size": "set parallel.tp",
     "train_iters": "set steps",
     "train_type": LORA,
     "val_size": "give --val-fraction",
     "warmup_ratio": "set optimizer.warmup_steps",
 }
+
+OWN_OPTIONS = {MODEL: "--hf", FOLDER: "--out", DATA: "--input"}
+"""Options of single commands for what other commands read from a field of a run."""
 
 
 def explain_unknown(name: str, known_names: Sequence[str], words_before: Sequence[str] = ()) -> str:
@@ -126,17 +127,22 @@ def explain_unknown(name: str, known_names: Sequence[str], words_before: Sequenc
     plain_name = name.removeprefix("--").replace("-", "_")
     advice = REMOVED.get(plain_name) or REMOVED.get(name)
     if advice:
+        if (own_option := OWN_OPTIONS.get(advice)) in known_names:
+            advice = f"give {own_option}"
         return f"there is no {name}: {advice}"
     if name.endswith((".yaml", ".yml")):
         return f"unexpected word {name}; did you mean --config {name}?"
+    if known_names[0].startswith("--") and not name.startswith("-"):
+        return f"unexpected word {name}: a value follows the name of its option, as in --model.hf DIR"
+    if in_section := [known for known in known_names if known.startswith(f"{name}.")]:
+        return f"{name} is a section; give its fields, such as {' or '.join(in_section[:3])}"
     # A name may be cut short (nproc), or lack its section (lr for optimizer.lr).
     near = [known for known in known_names if len(commonprefix([name, known])) >= max(4, len(name) - 1)]
     by_leaf = {known.rpartition(".")[2]: known for known in known_names}
     leaf = name.removeprefix("--").rpartition(".")[2]
-    if not near:
-        near = [by_leaf[leaf]] if leaf in by_leaf else get_close_matches(name, known_names, 3)
+    near = near or ([by_leaf[leaf]] if leaf in by_leaf else get_close_matches(name, known_names, 3))
     near = near or [by_leaf[each] for each in get_close_matches(leaf, by_leaf, 3)]
     if near:
         return f"{name} is unknown; did you mean {' or '.join(near[:3])}?"
-    in_section = [known for known in known_names if known.startswith(f"{name.partition('.')[0]}.")]
-    return f"{name} is unknown; valid: {', '.join(in_section or known_names)}"
+    valid = [known for known in known_names if known.startswith(f"{name.partition('.')[0]}.")] or known_names
+    return f"{name} is unknown" + (f"; valid: {', '.join(valid)}" if len(valid) < 40 else "")

@@ -141,11 +141,14 @@ class RowLoader:
     @property
     def start_notes(self) -> list[str]:
         """Lines to print once at the start of a run."""
-        chat_notes = serving_notes(self._planning_context.row_encoder.chat_encoder)
+        notes = serving_notes(self._planning_context.row_encoder.chat_encoder)
+        if long_samples := self._planning_context.make_planner().long_samples():
+            fate = "cut, or left out if they cannot be" if self._identity["too_long"] == "cut" else "left out"
+            notes += [f"{long_samples}; they are {fate}"]
         return [
             *summarize_blend(self._planning_context.blend_sources),
             *self._change_lines,
-            *(f"NOTE: {note}" for note in chat_notes),
+            *(f"NOTE: {note}" for note in notes),
         ]
 
     @property

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A model's name on the Hub: ``Qwen/Qwen2.5-VL-7B-Instruct``."""
 
 
 def folder_kind(path: str | Path) -> str:
@@ -20,11 +24,22 @@ def folder_kind(path: str | Path) -> str:
     return ""
 
 
+def is_hub_name(model: str) -> bool:
+    """Whether this is a model's name on the Hub, and no folder, also none that is missing here."""
+    owner = model.partition("/")[0]
+    return bool(HUB_NAME.fullmatch(model)) and owner != "checkpoints" and not Path(owner).exists()
+
+
 def why_no_model(path: str | Path) -> str:
     """Why a folder without ``config.json`` cannot be the model, and what to do."""
-    problem = "holds no config.json" if Path(path).exists() else "does not exist"
+    name, problem = Path(path).name, "holds no config.json" if Path(path).exists() else "does not exist"
+    repository, folder = "REPOSITORY", "FOLDER"
+    if is_hub_name(f"{path}"):
+        repository, folder = f"{path}", f"checkpoints/{name}"
+    elif name.startswith("Qwen"):  # such as model.hf of an example
+        repository, folder = f"Qwen/{name}", f"{path}"
     return folder_kind(path) or (
         f"{path} {problem}; give the folder of a downloaded checkpoint"
-        " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
-        " `hf download REPOSITORY config.json --local-dir FOLDER`)"
+        f" (`hf download {repository} --local-dir {folder}`; where no weights are needed,"
+        f" `hf download {repository} config.json --local-dir {folder}`)"
     )

@@ -308,7 +308,10 @@ def test_tokens_that_each_rule_keeps_by_hand(tmp_path, rule):
     records.append({"conversations": [*turns(1), *turns(60), *turns(2)], "system": "No."})
     path = converted(tmp_path, [*records, {"conversations": turns(60)}])[0]
     hf, data = tiny_checkpoint("qwen2_5_vl"), settings(path, too_long=rule)
-    rows = list(open_loader(data, hf, epochs=1))
+    loader = open_loader(data, hf, epochs=1)
+    said = f"longer than data.seq_len {data.seq_len}: 4 of 5, the longest of 175 tokens; they are "
+    assert said + ("cut, or" if rule == "cut" else "left out") in loader.start_notes[-1]
+    rows = list(loader)
     counted = count_statistics(open_encoder(data, read_spec(hf), hf), hf)
     counts = counted.token_counts()
     trained = sum(len(tokens) for drawn in tokens_by_sample(rows).values() for tokens, _ in drawn)

@@ -61,7 +61,7 @@ def test_pass_trains_on_every_usable_sample_exactly_once(samples, rows, epochs, 
 
 
 def test_pass_without_a_usable_sample_is_refused():
-    with pytest.raises(LoaderError, match="^2 samples in a row cannot be used"):
+    with pytest.raises(LoaderError, match="^2 consecutive draws gave no usable sample: each is empty"):
         planner(1, 8, 2).next_batch()
 
 

@@ -197,7 +197,7 @@ def test_planner_handles_unusual_data_sets():
     batch = planner(tokens, patches, rows=8, shuffled=False).next_batch()
     held = {place.index: place.tokens for row in batch.rows_of_rank() for place in row}
     assert held[3] == held[11] == 0, "they are read only so that they are counted"
-    message = r"^128 samples .* each is empty or longer than data.seq_len \(1024\)\. Raise data.seq_len, or"
+    message = r"^128 consecutive draws .* empty or exceeds data.seq_len; none is longer than a row\. Raise"
     with pytest.raises(LoaderError, match=message):
         planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next_batch()
     blend = SampleOrder([50, 50], [0.999, 0.001], 5, is_shuffled=True)
@@ -223,9 +223,10 @@ def test_search_for_usable_samples_ends(monkeypatch):
     with pytest.raises(LoaderError) as raised:
         BatchPlanner(order, sizes, 4, SEQ_LEN, 5000).next_batch()
     assert str(raised.value) == (
-        "100032 samples in a row cannot be used: each is empty or longer than data.seq_len (1024) or has more"
-        " patches than data.max_patches (5000). Raise data.seq_len or data.max_patches, or lower"
-        " data.max_pixels if images fill rows; `megatron-vl data show` says how large samples are"
+        "100032 consecutive draws gave no usable sample: each is empty or exceeds data.seq_len or"
+        " data.max_patches (5000); samples longer than data.seq_len 1024: 33,334 of 100,000, the longest of"
+        " 1,034 tokens. Raise data.seq_len or data.max_patches (5000), or lower data.max_pixels if images"
+        " fill rows"
     )
 
 

@@ -516,7 +516,7 @@ def test_command_names_what_has_no_effect(tmp_path, capsys):
 
     assert run(tmp_path, [TEXT, record, record, bad, {**TEXT, **many}], "--max-quarantined", "1") == 0
     out = capsys.readouterr().out
-    assert "max_pixels in 2 records" in out and "  ignored: mood in 2 turns\n" in out
+    assert "max_pixels in 2 records" in out and "nothing in them is trained on): mood in 2 turns\n" in out
     assert "and 91 more keys (see report.json)\n" in out
     assert "  2 images or videos in the assistant's turns: the model sees them but is not trained on" in out
     report = json.loads((tmp_path / "out/report.json").read_text())

@@ -116,7 +116,8 @@ def test_limits_are_those_of_the_run(out):
     assert found.sources[0].left_out == left_out
     assert found.num_usable == found.num_samples - sum(left_out.values())
     none = _statistics(out, seq_len=int(tokens.min()) - 1, too_long="drop")
-    with pytest.raises(LoaderError, match=r"no sample of .* can be used \(31 longer than seq_len\)"):
+    said = rf"no sample of .* can be used \(31 longer than seq_len\). Raise data.seq_len to {tokens.max()} "
+    with pytest.raises(LoaderError, match=said):
         none.pass_facts(1)
 
 

@@ -96,7 +96,7 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     assert (
         "megatron-vl verify: --forse is unknown; valid: --help; see megatron-vl verify --help" in done.stderr
     )
-    assert "megatron-vl train: no run is given: megatron-vl train --config RUN.yaml" in done.stderr
+    assert "megatron-vl train: no run is given: --model.hf DIR --data.path FILE, or --conf" in done.stderr
     assert "megatron-vl: convrt is unknown; did you mean convert" in done.stderr
     assert "megatron-vl train: parallel: tp 3 x pp 1 = 3 ranks do not divide the world size 4" in done.stderr
     assert "Traceback" not in done.stderr

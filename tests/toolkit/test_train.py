@@ -312,6 +312,9 @@ def test_dry_run_makes_every_check_of_a_start(prepared, peft, tiny_checkpoint, c
         assert f"; a step of 64 rows reads the data about {64 / int(rows):.1f} times" in said
         assert "fullest rank: " in said
         assert ("trained: " in said) == bool(options)
+    assert main([*words, "--data.seq_len", "56"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"one pass .*; left out of \d+ samples: \d+ longer than seq_len\n", said)
 
     file, other = tmp_path / "file", tmp_path / "other"
     file.write_text("")

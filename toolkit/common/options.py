@@ -26,7 +26,7 @@ from megatron_vl.config.options import MISSING, valid_range
 from megatron_vl.config.options import option as option
 from megatron_vl.config.removed import explain_unknown
 from megatron_vl.system.errors import UsageError
-from megatron_vl.system.folder_kind import why_no_model
+from megatron_vl.system.folder_kind import is_hub_name, why_no_model
 
 RUN_FIELDS_HELP = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
 WIDTH = 100
@@ -97,7 +97,8 @@ def check_paths(options: CommandOptions) -> None:
         value = getattr(options, item.name)
         if item.metadata.get("must_exist") and value:
             for path in value if isinstance(value, list) else [value]:
-                check_path(Path(path), is_model=item.name in ("hf", "original"))
+                is_model = item.name == "hf" or is_hub_name(f"{path}")  # generate also takes a run
+                check_path(Path(path), is_model and item.metadata["must_exist"] == "model")
 
 
 def check_path(path: Path, is_model: bool) -> None:

@@ -76,11 +76,13 @@ class RecordOptions(CommandOptions):
 
 
 def ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
-    """The ignored keys of a location, the most frequent first."""
+    """What is ignored in a location, why, and what that means; the most frequent keys first."""
     shown_counts = Counter(counts).most_common(MAX_SHOWN_KEYS)
     key_texts = []
     for key, key_count in shown_counts:
         location = key_location.removesuffix("s") if key_count == 1 else key_location
         key_texts.append(f"{key if key.isprintable() else ascii(key)} in {key_count} {location}")
     num_unshown = len(counts) - len(shown_counts)
-    return ", ".join(key_texts) + (f", and {num_unshown} more keys (see report.json)" if num_unshown else "")
+    more_text = f", and {num_unshown} more keys (see report.json)" if num_unshown else ""
+    reason = "keys that the format does not read, so that nothing in them is trained on"
+    return f"ignored ({reason}): {', '.join(key_texts)}{more_text}"

@@ -78,7 +78,7 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {pluralize(report.shards, 'shard')}, {report.bytes / 2**20:.1f} MiB")
     for key_location, key_counts in report.ignored.items():
-        print(f"  ignored: {ignored_keys_text(key_location, key_counts)}")
+        print(f"  {ignored_keys_text(key_location, key_counts)}")
     notes = {
         "images or videos in the assistant's turns: the model sees them but is not trained on them": (
             report.answer_media

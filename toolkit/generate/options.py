@@ -21,7 +21,7 @@ class GenerateOptions(CommandOptions):
 
     run_fields: ClassVar[bool] = True
 
-    checkpoint: Path = option(metavar="DIR", must_exist=True)
+    checkpoint: Path = option(metavar="DIR", must_exist="model")
     """A Hugging Face folder, a training run's folder (its latest step), or one of its step folders. A run
     needs --model.hf, or --config with its YAML."""
     prompt: str = option("", metavar="TEXT")

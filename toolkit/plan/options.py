@@ -18,7 +18,7 @@ class PlanOptions(CommandOptions):
 
     run_fields: ClassVar[bool] = True
 
-    hf: str = option("", metavar="HF", shown_default="model.hf of the run", must_exist=True)
+    hf: str = option("", metavar="HF", shown_default="model.hf of the run", must_exist="model")
     """Hugging Face folder or config.json that gives the model's sizes."""
     gpus: int = option(metavar="N", minimum=1)
     """GPUs of the whole run."""

@@ -14,6 +14,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, parse_config, valida
 from megatron_vl.config.checks import check_inputs, check_output_dir, check_weights_exist
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.system.errors import UsageError
+from megatron_vl.system.folder_kind import is_hub_name
 from megatron_vl.system.processes import python_path_with_tools
 from megatron_vl.system.signals import exit_on_signals, hide_native_warnings, requested_stop_signal
 from megatron_vl.weights.run_folder import export_dir_path, find_latest_checkpoint
@@ -21,7 +22,7 @@ from toolkit.common.launch import GPU_ENVIRONMENT, single_rank_variables, usable
 
 from .launch_environment import TORCHRUN_VARIABLES, LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
-from .prepare import as_converted, is_hub_name, is_records, prepare_run, records_file, with_run_dir
+from .prepare import as_converted, is_records, prepare_run, records_file, with_run_dir
 
 
 def train(options: TrainOptions) -> int:
@@ -158,11 +159,8 @@ def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: b
             advice = "; `megatron-vl data convert --input FILE FILE --out DIR` makes several one data set"
             several = "," in str(config.data.path)
             raise RunConfigError(f"data.path {config.data.path} does not exist{advice * several}")
-        if (
-            (config.eval.interval or config.eval.answers)
-            and config.eval.split == "val"
-            and not options.val_fraction
-        ):
+        evaluates = config.eval.interval or config.eval.answers
+        if evaluates and config.eval.split == "val" and not options.val_fraction:
             raise RunConfigError(
                 "evaluation needs samples that are set aside: give --val-fraction, such as 0.1"
             )
@@ -189,7 +187,7 @@ def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: b
 
 def _read_config(run_args: list[str]) -> TrainConfig:
     if not run_args:
-        raise UsageError("no run is given: megatron-vl train --config RUN.yaml (--help explains every field)")
+        raise UsageError("no run is given: --model.hf DIR --data.path FILE, or --config RUN.yaml; see --help")
     try:
         return parse_config(run_args)
     except RunConfigError as error:

@@ -63,8 +63,9 @@ def _pass_text(resolved_run: ResolvedRun) -> str:
         data_statistics = count_statistics(encoder, config.model.hf)
     except UserError as error:  # the first start writes the sizes
         return f"the steps of a pass over the data are not known: {error}"
-    pass_facts = data_statistics.pass_facts(config.global_batch_size)
-    return describe_pass(pass_facts, fills_rows=config.steps > 0)
+    text = describe_pass(data_statistics.pass_facts(config.global_batch_size), fills_rows=config.steps > 0)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in data_statistics.left_out_reasons().items())
+    return f"{text}; left out of {data_statistics.num_samples:,} samples: {reasons}" if reasons else text
 
 
 def _print_run(run: ResolvedRun, world_size: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from data_tools.input_files import INDEX_FILE, find_input_files, record_files, record_suffix
 from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig
 from megatron_vl.config.parsing import stated_fields
-from megatron_vl.system.folder_kind import folder_kind
+from megatron_vl.system.folder_kind import folder_kind, is_hub_name, why_no_model
 from megatron_vl.system.json_files import file_sha256, write_json
 from megatron_vl.system.plurals import pluralize
 from megatron_vl.system.processes import available_cores
@@ -31,8 +30,6 @@ from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions, ignore
 if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions, DataReport
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""A model's name on the Hub: ``Qwen/Qwen2.5-VL-7B-Instruct``."""
 SOURCE_FILE = "source.json"
 """In the data set's folder: the files that it was converted from."""
 WAIT_S = 30
@@ -141,15 +138,6 @@ def with_run_dir(run_args: list[str], config: TrainConfig) -> list[str]:
     return [*run_args, f"--checkpoint.dir={Path('runs') / name}"]
 
 
-# --- The model ----------------------------------------------------------------------------------------------
-
-
-def is_hub_name(model: str) -> bool:
-    """Whether ``model.hf`` is a name on the Hub, and no folder, also none that is missing here."""
-    owner = model.partition("/")[0]
-    return bool(HUB_NAME.fullmatch(model)) and owner != "checkpoints" and not Path(owner).exists()
-
-
 def download_model(name: str, *, local_files_only: bool = False) -> str:
     """Downloads a model into the cache of ``huggingface_hub``, unless it is there. Returns its folder.
 
@@ -163,17 +151,9 @@ def download_model(name: str, *, local_files_only: bool = False) -> str:
     try:
         return snapshot_download(name, ignore_patterns=unused, local_files_only=local_files_only)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        folder = f"checkpoints/{name.partition('/')[2]}"
-        cause = f"cannot be downloaded: {_first_line(error)}"
-        cause = "--dry-run downloads nothing" if local_files_only else cause
-        raise RunConfigError(
-            f"model.hf {name} is no folder here ({cause}). Where the Hub can be reached, run"
-            f" `hf download {name} --local-dir {folder}`, then give --model.hf {folder}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+        cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        cause = "--dry-run downloads nothing" if local_files_only else f"it cannot be downloaded: {cause}"
+        raise RunConfigError(f"model.hf {why_no_model(name)}; {cause}") from error
 
 
 # --- The data -----------------------------------------------------------------------------------------------
@@ -240,7 +220,7 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
     val_text = f", {report.val} of them for validation" if report.val else ""
     _print_progress(f"{report.samples} of {all_records} converted{val_text}")
     for key_location, counts in report.ignored.items():
-        _print_progress(f"ignored: {ignored_keys_text(key_location, counts)}")
+        _print_progress(ignored_keys_text(key_location, counts))
     if not report.quarantined_records:
         return ""
 
@@ -256,7 +236,8 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
         folders = " and ".join(map(str, conversion.roots.folders))
         roots_text = f", or give another folder than {folders} with --media-root"
     advice = "`megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder is a"
-    return f"{refusals}. Correct them and start again{roots_text}. {advice} data.path too"
+    advice = f". {advice} data.path too" if report.samples else ""
+    return f"{refusals}. Correct them and start again{roots_text}{advice}"
 
 
 def _files(records_path: Path) -> list[Path]:
@@ -362,8 +343,5 @@ def choose_row_length(config: TrainConfig) -> int:
     longest = int(tokens.max(initial=0))
     least, most = ROW_TOKENS
     row_length = min(max(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, least), most)
-    too_long = int((tokens > row_length).sum())
-    fate = "cut, or left out if they cannot be" if config.data.too_long == "cut" else "left out"
-    note = f"; {pluralize(too_long, 'sample')} longer than that are {fate}" if too_long else ""
-    _print_progress(f"rows of {row_length:,} tokens; the longest sample has {longest:,}{note}")
+    _print_progress(f"rows of {row_length:,} tokens; the longest sample has {longest:,}")
     return row_length

@@ -53,7 +53,7 @@ class WeightOutputOptions(CommandOptions):
 class ConvertOptions(WeightOutputOptions, LayoutOptions):
     """Convert a Hugging Face folder to Megatron weights, unsplit or, if a layout is given, split."""
 
-    hf: Path = option(metavar="HF_DIR", must_exist=True)
+    hf: Path = option(metavar="HF_DIR", must_exist="model")
     """Hugging Face checkpoint folder (safetensors)."""
     add_tokens: Path | None = option(None, metavar="FILE", must_exist=True)
     """Write a Hugging Face folder with these tokens more (one in each line) and a row for each token, instead
@@ -86,7 +86,7 @@ class ExportOptions(CheckpointOptions):
     A run with LoRA has adapters only: say with --adapter or --merge what becomes of them.
     """
 
-    hf: Path = option(metavar="HF_DIR", must_exist=True)
+    hf: Path = option(metavar="HF_DIR", must_exist="model")
     """Hugging Face folder that the weights came from. It determines tensor names, types and files; config,
     tokenizer, processor and chat template are copied from it."""
     adapter: bool = False

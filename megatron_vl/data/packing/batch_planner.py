@@ -188,14 +188,12 @@ class BatchPlanner:
             is_usable = (samples[3] > 0) & (samples[3:] <= largest_sizes).all(axis=0)
             consecutive_unusable = 0 if is_usable.any() else consecutive_unusable + samples.shape[1]
             if consecutive_unusable > max_searched or consecutive_unusable == self.draw_limit:
-                limits, raised = f"longer than data.seq_len ({self.seq_len})", "data.seq_len"
-                if self.max_patches:
-                    limits += f" or has more patches than data.max_patches ({self.max_patches})"
-                    raised += " or data.max_patches"
+                patches = f" or data.max_patches ({self.max_patches})" if self.max_patches else ""
+                limits = f"data.seq_len{patches}"
                 raise LoaderError(
-                    f"{consecutive_unusable} samples in a row cannot be used: each is empty or {limits}."
-                    f" Raise {raised}, or lower data.max_pixels if images fill rows; `megatron-vl data show`"
-                    " says how large samples are"
+                    f"{consecutive_unusable} consecutive draws gave no usable sample: each is empty or"
+                    f" exceeds {limits}; {self.long_samples() or 'none is longer than a row'}. Raise"
+                    f" {limits}, or lower data.max_pixels if images fill rows"
                 )
             if not is_usable.all():
                 samples[3:, ~is_usable] = 0
@@ -203,6 +201,14 @@ class BatchPlanner:
                 samples = samples[:, is_usable]
             self._waiting_samples = np.concatenate([self._waiting_samples, samples], axis=1)
         return np.concatenate(unusable_chunks, axis=1)
+
+    def long_samples(self) -> str:
+        """How many samples are longer than a row, and how long the longest one is; empty if none is."""
+        counts = (min(count, MAX_SEARCHED) for count in self.sample_order.sample_counts)
+        tokens = np.concatenate([self.lookup_sizes(i, np.arange(n))[0] for i, n in enumerate(counts)])
+        too_long = int((tokens > self.seq_len).sum())
+        numbers = f"{too_long:,} of {tokens.size:,}, the longest of {tokens.max(initial=0):,} tokens"
+        return f"samples longer than data.seq_len {self.seq_len}: {numbers}" if too_long else ""
 
     def _next_draw_count(self) -> int:
         """How many samples to draw next; 0 if enough wait."""
