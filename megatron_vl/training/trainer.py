@@ -156,7 +156,8 @@ class Trainer:
         config, source = self.config, self.resolved_run.source_checkpoint
         is_resumed = source is not None
         self.grid = grid = make_grid(self.layout)
-        check_same_files(self.resolved_run, grid.owns_loader)
+        if dist.get_rank():  # rank 0 made the digests
+            check_same_files(self.resolved_run, grid.owns_loader)
         cp_text = f", cp {grid.cp_rank}" if grid.cp > 1 else ""
         progress.current_progress.grid_position = (
             f"tp {grid.tp_rank}{cp_text}, pp {grid.pp_rank}, dp {grid.dp_rank}"
