@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,9 +180,6 @@ class _ShardTask(NamedTuple):
     encoder: RowEncoder
 
 
-_current_tasks: list[_ShardTask] = []
-"""What is measured now. Set before the worker processes are forked, so that none gets a tokenizer through a
-pipe."""
 _split_readers: dict[str, SampleReader] = {}
 """The reader of each split in this process. To make one takes as long as its split has shards."""
 STORAGE_REASONS = ("shard missing", "shard unreadable")
@@ -203,16 +201,15 @@ def _measure_shards(
 ) -> None:
     """Writes the sizes of all samples, in the order of the shards."""
     tasks = _shard_tasks(dataset, encoder)
-    _current_tasks[:] = tasks.values()
+    measure = partial(_measure_shard, list(tasks.values()))
     try:
         with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
-            sizes = zip(tasks, run_tasks(_measure_shard, len(tasks), num_workers), strict=True)
+            sizes = zip(tasks, run_tasks(measure, len(tasks), num_workers), strict=True)
             write_sizes(partial_dir, sizes, lambda: dataset.content_id, show_progress)
     finally:
         for split_reader in _split_readers.values():
             split_reader.close()
         _split_readers.clear()
-        _current_tasks.clear()
 
 
 class ShardSizes(NamedTuple):
@@ -296,8 +293,8 @@ class MeasuredSample(NamedTuple):
     """Those of a conversation that has several."""
 
 
-def _measure_shard(task_number: int) -> ShardSizes:
-    task = _current_tasks[task_number]
+def _measure_shard(tasks: list[_ShardTask], task_number: int) -> ShardSizes:
+    task = tasks[task_number]
     split_reader = _split_readers.get(task.source.split)
     if split_reader is None:
         split_reader = _split_readers[task.source.split] = SampleReader(task.source)
