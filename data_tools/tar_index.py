@@ -57,7 +57,6 @@ MAX_TAIL_BYTES = 1 << 20
 class TarReport:
     """What an index found."""
 
-    tars: int
     read_tars: int = 0
     """How many were read; the results of the others were there."""
     pairs: int = 0
@@ -77,10 +76,6 @@ class TarIndex:
     encoder: RowEncoder
     sizes_name: str
     """:func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the encoder."""
-
-    def result_path(self, name: str, stamp: str) -> Path:
-        identity = json.dumps([RESULT_VERSION, name, stamp, vars(self.fields), self.sizes_name])
-        return self.out_dir / RESULTS_DIR / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
 
 
 def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
@@ -121,33 +116,29 @@ def index_tars(index: TarIndex, num_workers: int) -> TarReport:
     """Writes the data set of the pairs in tars.
 
     Raises:
-        LoaderError: a tar cannot be read, no pair can be used, or the folder cannot be written.
+        LoaderError: a tar is missing, or no pair can be used.
+        OSError: a tar cannot be read, or the folder cannot be written. The next call continues.
     """
     metadata_dir, results_dir = index.out_dir / METADATA_DIR, index.out_dir / RESULTS_DIR
     if (metadata_dir / "dataset.yaml").exists() and not (metadata_dir / TARS_FILE).exists():
         raise LoaderError(f"--out {index.out_dir} is a data set that was converted; give another folder")
-    report, result_paths = TarReport(len(index.names)), []
+    report, result_paths = TarReport(), []
     read_tar = partial(_read_tar_once, index)
-    try:
-        durable_files.make_dirs(results_dir)
-        with open_partial_folder(metadata_dir, lambda _: None) as new_dir:
-            with progress(report.tars, "tars", f"indexing the tars of {index.root}") as show_progress:
-                for result_path, was_read in run_tasks(read_tar, report.tars, num_workers):
-                    result_paths.append(result_path)
-                    report.read_tars += was_read
-                    show_progress(1)
-            _write_metadata(index, result_paths, report, new_dir)
-            for stale_path in {*results_dir.iterdir()} - {*result_paths}:
-                stale_path.unlink()
-            if not report.pairs:
-                raise LoaderError(
-                    f"none of {report.broken.total()} samples in {report.tars} tars is a usable pair"
-                    f" ({dict(report.broken)}); see {index.out_dir / 'quarantine.jsonl'}, and give --members"
-                )
-    except OSError as error:
-        raise LoaderError(
-            f"{error}; fix this, or give another --out, and start again: it continues"
-        ) from error
+    durable_files.make_dirs(results_dir)
+    with open_partial_folder(metadata_dir, lambda _: None) as new_dir:
+        with progress(len(index.names), "tars", f"indexing the tars of {index.root}") as show_progress:
+            for result_path, was_read in run_tasks(read_tar, len(index.names), num_workers):
+                result_paths.append(result_path)
+                report.read_tars += was_read
+                show_progress(1)
+        _write_metadata(index, result_paths, report, new_dir)
+        for stale_path in {*results_dir.iterdir()} - {*result_paths}:
+            stale_path.unlink()
+        if not report.pairs:
+            raise LoaderError(
+                f"none of {report.broken.total()} samples in {len(index.names)} tars is a usable pair"
+                f" ({dict(report.broken)}); see {index.out_dir / 'quarantine.jsonl'}, and give --members"
+            )
     return report
 
 
@@ -161,7 +152,8 @@ def _read_tar_once(index: TarIndex, number: int) -> tuple[Path, bool]:
     tar_path = resolve_location(str(index.root / name))
     if not (stamp := tar_stamp(tar_path)):
         raise LoaderError(f"{tar_path} does not exist; correct --input")
-    result_path = index.result_path(name, stamp)
+    identity = json.dumps([RESULT_VERSION, name, stamp, vars(index.fields), index.sizes_name])
+    result_path = index.out_dir / RESULTS_DIR / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
     if result_path.exists():
         return result_path, False
     pairs = _TarPairs(tar_path, name, index.fields, int(stamp.split()[0]))

@@ -16,7 +16,7 @@ QUESTION_FIELDS = ("instruction", "query", "prompt")
 ANSWER_FIELDS = ("output", "response", "completion")
 
 
-def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str | None:
+def filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str | None:
     """The field of these names that has a value. Raises RecordError if several have."""
     filled_fields = [name for name in field_names if record.get(name) not in (None, "")]
     if len(filled_fields) > 1:
@@ -46,7 +46,7 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
     role_turns = _history_turns(record)
     # The question is the instruction and its input, of which one may be missing.
     question_fields = list(
-        filter(None, (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))))
+        filter(None, (filled_field(record, QUESTION_FIELDS), filled_field(record, ("input",))))
     )
     for name in question_fields:
         if not isinstance(record[name], str):
@@ -57,7 +57,7 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
         raise RecordError("no conversation", detail, "instruction")
     question_text = "\n".join(record[name] for name in question_fields)
 
-    answer_field = _filled_field(record, ANSWER_FIELDS)
+    answer_field = filled_field(record, ANSWER_FIELDS)
     if answer_field is None and not role_turns:
         detail = f"no answer among the fields {shorten_value(sorted(record))}: there is nothing to train on"
         raise RecordError("no assistant turn", detail, "instruction")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .alpaca import filled_field
 from .conversation import Message, RecordError, checked_text, join_text_parts, shorten_value
 from .record_reader import EMPTY_VALUES, MEDIA_KINDS, MEDIA_MARKER, RecordFormat, RecordReader
 
@@ -40,10 +41,7 @@ def _document(parts: list[dict[str, Any]], field_name: str) -> list[Message]:
 
 
 def _read_text(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    filled_fields = [name for name in TEXT_FIELDS if record.get(name) not in EMPTY_VALUES]
-    if len(filled_fields) > 1:
-        raise RecordError("two texts", "the record has both 'text' and 'caption'; leave out one", "caption")
-    field_name = (filled_fields or [name for name in TEXT_FIELDS if name in record])[0]
+    field_name = filled_field(record, TEXT_FIELDS) or next(name for name in TEXT_FIELDS if name in record)
     text = checked_text(record[field_name] or "", field_name)
     # Texts of the web have <image> and <video> as HTML, or as words.
     reader.markers_are_text |= not any(reader.listed_counts.values())

@@ -23,9 +23,8 @@ from .conversation import (
     shorten_value,
     unsupported_audio_error,
 )
-from .frame_sequence import FrameSequence, read_frame_rate
 from .loss_weights import RECORD_WEIGHT_KEYS, TURN_WEIGHT_KEYS, apply_turn_weight
-from .medium_limits import read_medium_limits
+from .medium_limits import FrameSequence, read_frame_rate, read_medium_limits
 
 ROLE_SPELLINGS = {
     "human": "user",

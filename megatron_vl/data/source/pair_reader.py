@@ -11,14 +11,14 @@ import json
 import tarfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from megatron.energon.epathlib import EPath
+from megatron.energon.edataclass import edataclass
 from megatron.energon.flavors.webdataset.config import skip_meta_re, split_name_re
 from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.flavors.webdataset.structs import ShardInfo
 from numpy.typing import NDArray
 
 from megatron_vl.data.sample.conversation_checks import find_special_token
@@ -35,13 +35,10 @@ MAX_MEMBER_BYTES = 256 << 20
 JPEG_MAGIC = b"\xff\xd8"
 
 
-@dataclass
-class TarShard:
-    """A tar that is read where it lies, with the fields of Energon's ``ShardInfo``."""
+@edataclass
+class TarShard(ShardInfo):
+    """A tar that is read where it lies."""
 
-    name: str
-    path: EPath
-    count: int
     fields: PairFields
     spans: NDArray[np.uint64]
     """uint64 [count, 2]: first byte of each pair, and the byte after it."""

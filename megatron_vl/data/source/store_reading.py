@@ -31,7 +31,7 @@ from multistorageclient.types import Range
 from numpy.typing import NDArray
 
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription
-from megatron_vl.data.source.location import LoaderError
+from megatron_vl.data.source.location import LoaderError, location_size_bytes
 from megatron_vl.data.source.pair_reader import PairReader, TarShard, shard_place
 from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, read_tar_list
 from megatron_vl.system.errors import retry_machine_faults
@@ -49,6 +49,7 @@ MAX_BLOCK_RANKS = 4
 block."""
 PAGE_SIZE = 1024
 """Number of a shard's offsets, of 8 bytes each, that are read together."""
+SPAN_BYTES = 16
 WINDOW_BYTES = 1 << 20
 """Bytes of an object that are read ahead. What lies between two such windows is skipped."""
 MAX_PAGES = 1024
@@ -283,14 +284,14 @@ def read_tar_shards(dataset: DatasetDescription) -> dict[str, TarShard]:
     if tar_list is None:
         return {}
     spans_path: Any = metadata_dir / SPANS_FILE
-    is_local = isinstance(spans_path, Path) and spans_path.stat().st_size
-    spans = np.memmap(spans_path, "<u8", "r") if is_local else np.frombuffer(spans_path.read_bytes(), "<u8")
-    ends = np.cumsum([2 * dataset.samples_by_shard.get(name, 0) for name in tar_list.stamps])
-    if len(spans) != (ends[-1] if len(ends) else 0):
+    counts = [dataset.samples_by_shard.get(name, 0) for name in tar_list.stamps]
+    if location_size_bytes(spans_path) != SPAN_BYTES * sum(counts):
         raise LoaderError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
-    root, spans_of_tars = EPath(tar_list.root), np.split(spans, ends)
+    is_local = isinstance(spans_path, Path)
+    spans = np.memmap(spans_path, "<u8", "r") if is_local else np.frombuffer(spans_path.read_bytes(), "<u8")
+    root, spans_of_tars = EPath(tar_list.root), np.split(spans.reshape(-1, 2), np.cumsum(counts))
     return {
-        name: TarShard(name, root / name, len(each) // 2, tar_list.fields, each.reshape(-1, 2))
+        name: TarShard(name=name, path=root / name, count=len(each), fields=tar_list.fields, spans=each)
         for name, each in zip(tar_list.stamps, spans_of_tars, strict=False)
     }
 
