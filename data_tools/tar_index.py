@@ -29,7 +29,6 @@ from megatron_vl.data.sample.medium import UnusableError
 from megatron_vl.data.source import dataset_description
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR, SIZES_DIR
 from megatron_vl.data.source.location import (
-    STORE_PREFIX,
     LoaderError,
     Location,
     is_in_object_store,
@@ -97,15 +96,13 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
         else:
             paths += filter(None, Path(given).read_text().split("\n"))
     paths = [store_url(path) for path in paths]
-    for path in paths[:1]:
-        resolve_location(path)  # refuses other addresses of stores
     stores = {"/".join(path.split("/")[:3]) if is_in_object_store(path) else "" for path in paths}
     if not 0 < len(paths) <= MAX_SHARDS or len(stores) > 1 or len({*paths}) < len(paths):
         raise LoaderError(
             f"--input names {len(paths)} tars, {len({*paths})} different ones; it takes 1 to {MAX_SHARDS}"
             " different tars of one store. Index each store into a folder of its own, and mix them"
         )
-    scheme = "" if stores == {""} else STORE_PREFIX
+    scheme = "".join(paths[0].rpartition("://")[:2])
     absolute = os.path.normpath if scheme else os.path.abspath
     paths = [absolute(path.removeprefix(scheme)) for path in paths]
     root = os.path.commonpath(map(os.path.dirname, paths))

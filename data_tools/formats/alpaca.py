@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conversation import Message, RecordError, shorten_value
+from .conversation import Message, RecordError, checked_text, shorten_value
 from .record_reader import RecordFormat, RecordReader
 
 QUESTION_FIELDS = ("instruction", "query", "prompt")
@@ -48,14 +48,10 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
     question_fields = list(
         filter(None, (filled_field(record, QUESTION_FIELDS), filled_field(record, ("input",))))
     )
-    for name in question_fields:
-        if not isinstance(record[name], str):
-            detail = f"a string is required, but this is {shorten_value(record[name])}"
-            raise RecordError("bad text", detail, name)
     if not question_fields:
         detail = f"no question among the fields {shorten_value(sorted(record))}"
         raise RecordError("no conversation", detail, "instruction")
-    question_text = "\n".join(record[name] for name in question_fields)
+    question_text = "\n".join(checked_text(record[name], name) for name in question_fields)
 
     answer_field = filled_field(record, ANSWER_FIELDS)
     if answer_field is None and not role_turns:
