@@ -17,7 +17,7 @@ from megatron_vl.data.sample.frame_archive import FrameArchiveInfo, pack_frames
 from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 
 from .formats import RecordError
-from .formats.frame_sequence import FrameSequence
+from .formats.medium_limits import FrameSequence
 
 BASE64_IMAGE_PREFIXES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 """How JPEG, PNG, GIF and WebP begin in base64."""

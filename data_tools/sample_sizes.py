@@ -173,46 +173,43 @@ def _index_result(sizes_dir: Path, seconds: float) -> IndexResult:
 # --- One shard after the other ------------------------------------------------------------------------------
 
 
-class _ShardTask(NamedTuple):
-    source: SampleSource
-    sample_indices: range
-    encoder: RowEncoder
-
-
-_current_tasks: list[_ShardTask] = []
-"""What is measured now. Set before the worker processes are forked, so that none gets a tokenizer through a
-pipe."""
-_split_readers: dict[str, SampleReader] = {}
-"""The reader of each split in this process. To make one takes as long as its split has shards."""
 STORAGE_REASONS = ("shard missing", "shard unreadable")
 """Reasons for which a sample cannot be read that are the storage's and not the sample's."""
 
 
-def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder) -> dict[str, _ShardTask]:
-    """The task of each shard, in order. A shard of two splits has one."""
-    tasks: dict[str, _ShardTask] = {}
+def _shard_places(dataset: DatasetDescription) -> dict[str, tuple[SampleSource, range]]:
+    """Where the samples of each shard are, in order. A shard of two splits has one place."""
+    places: dict[str, tuple[SampleSource, range]] = {}
     for split in [split for split, shards in dataset.shards_by_split.items() if shards]:
         source = SampleSource(split, dataset, split, 1.0)
         for name, (start, end) in zip(source.shard_names, pairwise(source.shard_starts), strict=True):
-            tasks.setdefault(name, _ShardTask(source, range(start, end), encoder))
-    return tasks
+            places.setdefault(name, (source, range(start, end)))
+    return places
 
 
 def _measure_shards(
     dataset: DatasetDescription, encoder: RowEncoder, num_workers: int, partial_dir: Path
 ) -> None:
     """Writes the sizes of all samples, in the order of the shards."""
-    tasks = _shard_tasks(dataset, encoder)
-    _current_tasks[:] = tasks.values()
+    places_by_shard = _shard_places(dataset)
+    places = list(places_by_shard.values())
+    # Each process has one for each split: to make one takes as long as its split has shards.
+    readers: dict[str, SampleReader] = {}
+
+    def measure_shard(shard_number: int) -> ShardSizes:
+        source, sample_indices = places[shard_number]
+        if source.split not in readers:
+            readers[source.split] = SampleReader(source)
+        samples = (_read_sample(readers[source.split], index) for index in sample_indices)
+        return measure_samples(encoder, samples)
+
     try:
-        with progress(len(tasks), "shards", f"measuring the samples of {dataset.path}") as show_progress:
-            sizes = zip(tasks, run_tasks(_measure_shard, len(tasks), num_workers), strict=True)
+        with progress(len(places), "shards", f"measuring the samples of {dataset.path}") as show_progress:
+            sizes = zip(places_by_shard, run_tasks(measure_shard, len(places), num_workers), strict=True)
             write_sizes(partial_dir, sizes, lambda: dataset.content_id, show_progress)
     finally:
-        for split_reader in _split_readers.values():
-            split_reader.close()
-        _split_readers.clear()
-        _current_tasks.clear()
+        for reader in readers.values():
+            reader.close()
 
 
 class ShardSizes(NamedTuple):
@@ -294,14 +291,6 @@ class MeasuredSample(NamedTuple):
     """The own limits of each medium as JSON; empty if it has none."""
     exchanges: NDArray[np.void] = np.zeros(0, EXCHANGE_DTYPE)
     """Those of a conversation that has several."""
-
-
-def _measure_shard(task_number: int) -> ShardSizes:
-    task = _current_tasks[task_number]
-    split_reader = _split_readers.get(task.source.split)
-    if split_reader is None:
-        split_reader = _split_readers[task.source.split] = SampleReader(task.source)
-    return measure_samples(task.encoder, (_read_sample(split_reader, index) for index in task.sample_indices))
 
 
 def measure_samples(encoder: RowEncoder, samples: Iterable[RawSample]) -> ShardSizes:

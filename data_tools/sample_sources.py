@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
-
 from megatron_vl.config import DataConfig
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription, read_description
 from megatron_vl.data.source.energon_datasets import SplitShards, open_sample_reader
 from megatron_vl.data.source.location import DataPath, LoaderError, Location
-from megatron_vl.data.source.pair_reader import key_hash, shard_place
-from megatron_vl.data.source.store_reading import StoreShards, read_tar_shards
+from megatron_vl.data.source.pair_reader import shard_place
+from megatron_vl.data.source.store_reading import StoreShards
 from megatron_vl.spec.families import ModelSpec
 
 from .shards import MEDIA_NAMES_FILE
@@ -67,15 +65,6 @@ class SampleSource:
         position_text = sample_position.removesuffix("]")
         if bracket and position_text.isdigit() and shard_name in self.shard_names:
             return self._index_in_source(shard_name, int(position_text))
-
-        if tar_shards := read_tar_shards(self.dataset.path):
-            for name in self.shard_names:
-                for number in np.flatnonzero(
-                    tar_shards[name].spans[:][:, 2] == key_hash(sample_key)
-                ).tolist():
-                    if (sample_index := self._index_in_source(name, number)) is not None:
-                        return sample_index
-            return None
 
         index_path = self.dataset.path / METADATA_DIR / "index.sqlite"
         try:

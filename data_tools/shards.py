@@ -24,7 +24,7 @@ import yaml
 
 from megatron_vl.data.sample.medium import MediaInfo
 from megatron_vl.data.sample.written_numbers import dump_json
-from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR
+from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR, PLAIN_DATASET_FIELDS
 from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.system import durable_files
 from megatron_vl.system.json_files import file_sha256
@@ -314,22 +314,26 @@ class IndexWriter:
 
     def finish(self) -> None:
         """Closes the index and writes the data set's description, as Energon reads it."""
-        from megatron.energon import __version__
-
         self.sqlite_writer.close()
         shards_digest = "".join(f"{shard.name} {shard.sha256}\n" for shard in self.written_shards)
-        (self.meta_dir / "index.uuid").write_text(str(uuid.uuid5(uuid.NAMESPACE_OID, shards_digest)))
         sample_counts = {shard.name: shard.num_samples for shard in self.written_shards}
-        (self.meta_dir / ".info.json").write_text(
-            json.dumps({"energon_version": __version__, "shard_counts": sample_counts}, indent=2)
-        )
-
         split_shards = {
             split: [name for name in sample_counts if name.startswith(f"{split}-")]
             for split in ("train", "val")
         }
-        (self.meta_dir / "split.yaml").write_text(
-            yaml.safe_dump({"split_parts": split_shards, "exclude": []}, sort_keys=False)
-        )
-        dataset_fields = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
-        (self.meta_dir / "dataset.yaml").write_text(yaml.safe_dump(dataset_fields, sort_keys=False))
+        content_id = str(uuid.uuid5(uuid.NAMESPACE_OID, shards_digest))
+        splits = {"split_parts": split_shards, "exclude": []}
+        write_description(self.meta_dir, content_id, sample_counts, splits)
+
+
+def write_description(
+    meta_dir: Path, content_id: str, sample_counts: dict[str, int], splits: dict[str, Any]
+) -> None:
+    """Writes a data set's description, as Energon reads it."""
+    from megatron.energon import __version__
+
+    facts = {"energon_version": __version__, "shard_counts": sample_counts}
+    (meta_dir / "index.uuid").write_text(content_id)
+    (meta_dir / ".info.json").write_text(json.dumps(facts, indent=2))
+    (meta_dir / "split.yaml").write_text(yaml.safe_dump(splits, sort_keys=False))
+    (meta_dir / "dataset.yaml").write_text(yaml.safe_dump(PLAIN_DATASET_FIELDS, sort_keys=False))

@@ -9,7 +9,6 @@ files, one after the other, so that a process holds one tar's samples in memory.
 from __future__ import annotations
 
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -17,12 +16,12 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from megatron.energon import __version__ as energon_version
 from megatron.energon.flavors.webdataset.itar import ITarFile
 
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
@@ -30,35 +29,25 @@ from megatron_vl.data.sample.medium import UnusableError
 from megatron_vl.data.source import dataset_description
 from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR, SIZES_DIR
 from megatron_vl.data.source.location import (
-    STORE_PREFIX,
     LoaderError,
     Location,
     is_in_object_store,
     resolve_location,
     store_url,
 )
-from megatron_vl.data.source.pair_reader import TarMember, iter_members, key_hash, read_pair
+from megatron_vl.data.source.pair_reader import iter_members, read_content, read_pair
 from megatron_vl.data.source.store_reading import StoreFile
-from megatron_vl.data.source.tar_list import (
-    SPANS_FILE,
-    TARS_FILE,
-    PairFields,
-    TarList,
-    read_tar_list,
-    tar_stamp,
-)
+from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, PairFields, tar_stamp
 from megatron_vl.system import durable_files
-from megatron_vl.system.errors import is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.system.progress_bar import progress
 
 from .sample_sizes import ARRAY_DTYPES, ShardSizes, measure_samples, write_sizes
+from .shards import write_description
 from .worker_pool import run_tasks
 
 RESULTS_DIR = "tar-index"
-RESULT_VERSION = 3
-WINDOW_BYTES = 1 << 20
-"""Bytes of an object that are read together. What lies between two windows is skipped."""
+RESULT_VERSION = 4
 MAX_TAIL_BYTES = 1 << 20
 """Largest number of zeros with which a writer ends a tar."""
 
@@ -67,7 +56,6 @@ MAX_TAIL_BYTES = 1 << 20
 class TarReport:
     """What an index found."""
 
-    tars: int
     read_tars: int = 0
     """How many were read; the results of the others were there."""
     pairs: int = 0
@@ -87,14 +75,6 @@ class TarIndex:
     encoder: RowEncoder
     sizes_name: str
     """:func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the encoder."""
-
-    def result_path(self, name: str, stamp: str) -> Path:
-        identity = json.dumps([RESULT_VERSION, name, stamp, vars(self.fields), self.sizes_name])
-        return self.out_dir / RESULTS_DIR / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
-
-
-_current_index: list[TarIndex] = []
-"""What is indexed now. Set before the worker processes are forked."""
 
 
 def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
@@ -116,15 +96,13 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
         else:
             paths += filter(None, Path(given).read_text().split("\n"))
     paths = [store_url(path) for path in paths]
-    for path in paths[:1]:
-        resolve_location(path)  # refuses other addresses of stores
     stores = {"/".join(path.split("/")[:3]) if is_in_object_store(path) else "" for path in paths}
     if not 0 < len(paths) <= MAX_SHARDS or len(stores) > 1 or len({*paths}) < len(paths):
         raise LoaderError(
             f"--input names {len(paths)} tars, {len({*paths})} different ones; it takes 1 to {MAX_SHARDS}"
             " different tars of one store. Index each store into a folder of its own, and mix them"
         )
-    scheme = "" if stores == {""} else STORE_PREFIX
+    scheme = "".join(paths[0].rpartition("://")[:2])
     absolute = os.path.normpath if scheme else os.path.abspath
     paths = [absolute(path.removeprefix(scheme)) for path in paths]
     root = os.path.commonpath(map(os.path.dirname, paths))
@@ -135,56 +113,48 @@ def index_tars(index: TarIndex, num_workers: int) -> TarReport:
     """Writes the data set of the pairs in tars.
 
     Raises:
-        LoaderError: a tar cannot be read, no pair can be used, or the folder cannot be written.
+        LoaderError: a tar is missing, or no pair can be used.
+        OSError: a tar cannot be read, or the folder cannot be written. The next call continues.
     """
     metadata_dir, results_dir = index.out_dir / METADATA_DIR, index.out_dir / RESULTS_DIR
     if (metadata_dir / "dataset.yaml").exists() and not (metadata_dir / TARS_FILE).exists():
         raise LoaderError(f"--out {index.out_dir} is a data set that was converted; give another folder")
-    report, result_paths = TarReport(len(index.names)), []
-    try:
-        durable_files.make_dirs(results_dir)
-        with open_partial_folder(metadata_dir, lambda _: None) as new_dir:
-            _current_index[:] = [index]
-            with progress(report.tars, "tars", f"indexing the tars of {index.root}") as show_progress:
-                for result_path, was_read in run_tasks(_read_tar_once, report.tars, num_workers):
-                    result_paths.append(result_path)
-                    report.read_tars += was_read
-                    show_progress(1)
-            _write_metadata(index, result_paths, report, new_dir)
-            for stale_path in {*results_dir.iterdir()} - {*result_paths}:
-                stale_path.unlink()
-            if not report.pairs:
-                raise LoaderError(
-                    f"none of {report.broken.total()} samples in {report.tars} tars is a usable pair"
-                    f" ({dict(report.broken)}); see {index.out_dir / 'quarantine.jsonl'}, and give --members"
-                )
-    except OSError as error:
-        raise LoaderError(
-            f"{error}; fix this, or give another --out, and start again: it continues"
-        ) from error
-    finally:
-        _current_index.clear()
+    report, result_paths = TarReport(), []
+    read_tar = partial(_read_tar_once, index)
+    durable_files.make_dirs(results_dir)
+    with open_partial_folder(metadata_dir, lambda _: None) as new_dir:
+        with progress(len(index.names), "tars", f"indexing the tars of {index.root}") as show_progress:
+            for result_path, was_read in run_tasks(read_tar, len(index.names), num_workers):
+                result_paths.append(result_path)
+                report.read_tars += was_read
+                show_progress(1)
+        _write_metadata(index, result_paths, report, new_dir)
+        for stale_path in {*results_dir.iterdir()} - {*result_paths}:
+            stale_path.unlink()
+        if not report.pairs:
+            raise LoaderError(
+                f"none of {report.broken.total()} samples in {len(index.names)} tars is a usable pair"
+                f" ({dict(report.broken)}); see {index.out_dir / 'quarantine.jsonl'}, and give --members"
+            )
     return report
 
 
 # --- One tar ------------------------------------------------------------------------------------------------
 
 
-def _read_tar_once(number: int) -> tuple[Path, bool]:
+def _read_tar_once(index: TarIndex, number: int) -> tuple[Path, bool]:
     """The file with the result of a tar, and whether the tar was read for it."""
-    index = _current_index[0]
     name = index.names[number]
     # A new client: two processes with one connection to a store would read each other's answers.
     tar_path = resolve_location(str(index.root / name))
     if not (stamp := tar_stamp(tar_path)):
         raise LoaderError(f"{tar_path} does not exist; correct --input")
-    result_path = index.result_path(name, stamp)
+    identity = json.dumps([RESULT_VERSION, name, stamp, vars(index.fields), index.sizes_name])
+    result_path = index.out_dir / RESULTS_DIR / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
     if result_path.exists():
         return result_path, False
     pairs = _TarPairs(tar_path, name, index.fields, int(stamp.split()[0]))
     sizes = measure_samples(index.encoder, pairs)
-    if tar_stamp(tar_path) != stamp:
-        raise LoaderError(f"{tar_path} changed while it was read; start again when it is complete")
     facts = {"sizes": sizes.facts, "stamp": stamp, "refused": pairs.refused}
     facts["digest"] = pairs.digest.hexdigest()
     arrays: dict[str, Any] = {**sizes.arrays, "spans": np.array(pairs.spans, "<u8")}
@@ -194,58 +164,49 @@ def _read_tar_once(number: int) -> tuple[Path, bool]:
     return result_path, True
 
 
+@dataclass
 class _TarPairs:
     """Iterates over the usable pairs of a tar as samples without pixels, and notes what else lies there."""
 
-    def __init__(self, tar_path: Location, name: str, fields: PairFields, tar_bytes: int) -> None:
-        self.tar_path, self.name, self.fields, self.tar_bytes = tar_path, name, fields, tar_bytes
-        self.spans: list[tuple[int, int, int]] = []
-        self.refused: list[dict[str, str]] = []
-        self.digest = hashlib.sha256()
+    tar_path: Location
+    name: str
+    fields: PairFields
+    tar_bytes: int
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    refused: list[dict[str, str]] = field(default_factory=list)
+    digest: Any = field(default_factory=hashlib.sha256)
 
     def __iter__(self) -> Iterator[RawSample]:
-        raw_file: Any
-        if isinstance(self.tar_path, Path):
-            raw_file = self.tar_path.open("rb")
-        else:
-            raw_file = io.BufferedReader(StoreFile(self.tar_path), WINDOW_BYTES)
-        seen_keys: set[int] = set()
+        is_local = isinstance(self.tar_path, Path)
+        raw_file: Any = self.tar_path.open("rb") if is_local else StoreFile(self.tar_path)
+        seen_keys: set[str] = set()
+        last_name = "the beginning"
         with raw_file, ITarFile.open(fileobj=raw_file, mode="r:") as tar_file:
-            for key, group in itertools.groupby(self._members(tar_file), lambda member: member.key):
+            read_whole = lambda member: read_content(tar_file, member.info, member.info.size)  # noqa: E731
+            found = iter_members(tar_file, self.tar_bytes, self.fields)
+            for key, group in itertools.groupby(found, lambda member: member.key):
                 members = list(group)
+                last_name = members[-1].name
                 try:
-                    if hash(key) in seen_keys:
+                    if key in seen_keys:
                         raise UnusableError("key occurs again", members[0].name)
-                    seen_keys.add(hash(key))
-                    pair = read_pair(tar_file, members, self.fields, {"file": self.name, "record": key})
+                    seen_keys.add(key)
+                    pair = read_pair(members, self.fields, {"file": self.name, "record": key}, read_whole)
                 except UnusableError as error:
                     self._refuse(key, error.reason, str(error))
                     continue
                 self.digest.update(pair["json"] + str([member.info.size for member in members]).encode())
-                self.spans.append((members[0].info.offset, members[-1].end, key_hash(key)))
+                last = members[-1].info
+                self.spans.append((members[0].info.offset, last.offset_data + last.size))
                 yield cook_sample({**pair, "__key__": f"{self.name}[{len(self.spans) - 1}]"})
 
-    def _members(self, tar_file: ITarFile) -> Iterator[TarMember]:
-        """All members. Notes where a tar ends too early, which raises no error."""
-        name = "the beginning"
-        try:
-            for member in iter_members(tar_file, self.tar_bytes, self.fields, reads_pixels=False):
-                name = member.name
-                yield member
-            tar_file.fileobj.seek(tar_file.offset)
-            end_block = tar_file.fileobj.read(tarfile.BLOCKSIZE)
-            problem = ""
-            if end_block.strip(b"\0"):
-                problem = "compressed" if end_block.startswith(b"\x1f\x8b") else "no header of a file"
-            elif self.tar_bytes - tar_file.offset > MAX_TAIL_BYTES:
-                problem = "more than one tar"
-        except Exception as error:  # tarfile raises all kinds of errors on a damaged tar
-            if is_machine_fault(error) or isinstance(error, OSError):
-                raise
-            problem = str(error)
-        if problem:
-            place = f"at byte {tar_file.offset:,} of {self.tar_bytes:,}, after {name}"
-            self._refuse("", "tar damaged", f"{place}: {problem}; what follows is not read")
+            # Where a tar ends too early, tarfile raises no error.
+            raw_file.seek(tar_file.offset)
+            is_damaged = bool(raw_file.read(tarfile.BLOCKSIZE).strip(b"\0"))
+            if is_damaged or self.tar_bytes - tar_file.offset > MAX_TAIL_BYTES:
+                problem = "no header of a file" if is_damaged else "more than one tar"
+                place = f"at byte {tar_file.offset:,} of {self.tar_bytes:,}, after {last_name}"
+                self._refuse("", "tar damaged", f"{place}: {problem}; what follows is not read")
 
     def _refuse(self, key: str, reason: str, detail: str) -> None:
         self.refused.append({"file": self.name, "record": key, "reason": reason, "detail": detail})
@@ -282,29 +243,19 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
     ):
         write_sizes(sizes_dir, sizes_by_tar(), lambda: content_hasher.hexdigest()[:32], lambda _: None)
     root = "." if index.root == index.out_dir.absolute() else index.root
-    texts = {
-        "index.uuid": content_hasher.hexdigest()[:32],
-        ".info.json": json.dumps({"energon_version": energon_version, "shard_counts": counts}, indent=1),
-        "split.yaml": yaml.safe_dump(_splits(index.out_dir, counts), sort_keys=False),
-        "dataset.yaml": yaml.safe_dump(dataset_description.PLAIN_DATASET_FIELDS, sort_keys=False),
-        TARS_FILE: TarList(root, index.fields, counts, stamps).as_json(),
-    }
-    for name, text in texts.items():
-        (new_dir / name).write_text(text)
+    write_description(new_dir, content_hasher.hexdigest()[:32], counts, _splits(index.out_dir, counts))
+    tar_list = {"root": str(root), "fields": vars(index.fields), "stamps": stamps}
+    (new_dir / TARS_FILE).write_text(json.dumps(tar_list, indent=1))
 
 
 def _splits(out_dir: Path, counts: dict[str, int]) -> dict[str, Any]:
     """The splits of an earlier index, with new tars in ``train``. Tars without pairs are left out."""
     split_path = out_dir / METADATA_DIR / "split.yaml"
     splits = yaml.safe_load(split_path.read_text()) if split_path.exists() else {"split_parts": {}}
-    named = {
+    parts: dict[str, list[str]] = {"train": []} | {
         split: dataset_description.expand_shard_names(split_path, names or [])
         for split, names in splits["split_parts"].items()
     }
-    parts = {"train": [], **named}
-    earlier = read_tar_list(split_path.parent)
-    # A tar that was taken out of all splits stays out.
-    known = {name for name, count in earlier.samples_by_tar.items() if count} if earlier else set()
-    parts["train"] += counts.keys() - known - {name for names in parts.values() for name in names}
+    parts["train"] += counts.keys() - {name for names in parts.values() for name in names}
     parts = {split: sorted(name for name in names if counts.get(name)) for split, names in parts.items()}
     return {"exclude": [], **splits, "split_parts": parts}

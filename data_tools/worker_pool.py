@@ -90,9 +90,18 @@ def _start_worker() -> None:
     end_with_parent()
 
 
+_task_function: list[Callable[[int], Any]] = []
+"""Set before the worker processes are forked, so that none gets a tokenizer through a pipe."""
+
+
+def _run_task(number: int) -> Any:
+    return _task_function[0](number)
+
+
 def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) -> Iterator[Any]:
     """The results of a function for each number of a task, in order, from forked processes."""
     # Forked processes would not survive the tokenizer's own threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _task_function[:] = [function]
     with WorkerPool(min(num_workers, num_tasks)) as pool:
-        yield from pool.results_in_order(function, zip(range(num_tasks)))
+        yield from pool.results_in_order(_run_task, zip(range(num_tasks)))

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conversation import Message, RecordError, shorten_value
+from .conversation import Message, RecordError, checked_text, shorten_value
 from .record_reader import RecordFormat, RecordReader
 
 QUESTION_FIELDS = ("instruction", "query", "prompt")
 ANSWER_FIELDS = ("output", "response", "completion")
 
 
-def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str | None:
+def filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str | None:
     """The field of these names that has a value. Raises RecordError if several have."""
     filled_fields = [name for name in field_names if record.get(name) not in (None, "")]
     if len(filled_fields) > 1:
@@ -46,18 +46,14 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
     role_turns = _history_turns(record)
     # The question is the instruction and its input, of which one may be missing.
     question_fields = list(
-        filter(None, (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))))
+        filter(None, (filled_field(record, QUESTION_FIELDS), filled_field(record, ("input",))))
     )
-    for name in question_fields:
-        if not isinstance(record[name], str):
-            detail = f"a string is required, but this is {shorten_value(record[name])}"
-            raise RecordError("bad text", detail, name)
     if not question_fields:
         detail = f"no question among the fields {shorten_value(sorted(record))}"
         raise RecordError("no conversation", detail, "instruction")
-    question_text = "\n".join(record[name] for name in question_fields)
+    question_text = "\n".join(checked_text(record[name], name) for name in question_fields)
 
-    answer_field = _filled_field(record, ANSWER_FIELDS)
+    answer_field = filled_field(record, ANSWER_FIELDS)
     if answer_field is None and not role_turns:
         detail = f"no answer among the fields {shorten_value(sorted(record))}: there is nothing to train on"
         raise RecordError("no assistant turn", detail, "instruction")

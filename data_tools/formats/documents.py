@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .alpaca import filled_field
 from .conversation import Message, RecordError, checked_text, join_text_parts, shorten_value
-from .record_reader import EMPTY_VALUES, MEDIA_MARKER, RecordFormat, RecordReader
+from .record_reader import EMPTY_VALUES, MEDIA_KINDS, MEDIA_MARKER, RecordFormat, RecordReader
 
 TEXT_FIELDS = ("text", "caption")
 FIELDS = (*TEXT_FIELDS, "texts", "text_list")
@@ -40,10 +41,7 @@ def _document(parts: list[dict[str, Any]], field_name: str) -> list[Message]:
 
 
 def _read_text(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    filled_fields = [name for name in TEXT_FIELDS if record.get(name) not in EMPTY_VALUES]
-    if len(filled_fields) > 1:
-        raise RecordError("two texts", "the record has both 'text' and 'caption'; leave out one", "caption")
-    field_name = (filled_fields or [name for name in TEXT_FIELDS if name in record])[0]
+    field_name = filled_field(record, TEXT_FIELDS) or next(name for name in TEXT_FIELDS if name in record)
     text = checked_text(record[field_name] or "", field_name)
     # Texts of the web have <image> and <video> as HTML, or as words.
     reader.markers_are_text |= not any(reader.listed_counts.values())
@@ -61,59 +59,53 @@ def _listed(record: dict[str, Any], field_name: str) -> list[Any]:
 
 
 def _read_interleaved(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    texts = _listed(record, "texts")
+    lists = {"text": _listed(record, "texts")}
+    lists |= {kind: listed for kind in MEDIA_KINDS if (listed := _listed(record, f"{kind}s"))}
     parts: list[dict[str, Any]] = []
-    media = {kind: _listed(record, f"{kind}s") for kind in ("image", "video")}
-    for kind, listed in media.items():
-        if listed and len(listed) != len(texts):
+    for kind, listed in lists.items():
+        if len(listed) != len(lists["text"]):
             detail = (
-                f"{len(texts)} texts and {len(listed)} {kind}s; write null where the other list has something"
+                f"{len(lists['text'])} texts and {len(listed)} {kind}s; write null where the other list has"
+                " something"
             )
             raise RecordError("bad document", detail, f"{kind}s")
-    for i, text in enumerate(texts):
-        listed_here = [(kind, listed[i]) for kind, listed in media.items() if listed]
-        places = [(kind, medium) for kind, medium in listed_here if medium not in EMPTY_VALUES]
-        if len(places) + (text not in EMPTY_VALUES) > 1:
+    for i, values in enumerate(zip(*lists.values(), strict=True)):
+        filled = [
+            (kind, value) for kind, value in zip(lists, values, strict=True) if value not in EMPTY_VALUES
+        ]
+        if len(filled) > 1:
             detail = f"place {i} has a text and a medium, or two media; give each a place of its own"
             raise RecordError("bad document", detail, f"texts[{i}]")
-        if text not in EMPTY_VALUES:
-            text = checked_text(text, f"texts[{i}]")
+        for kind, value in filled:
+            if kind != "text":
+                parts.append(reader.placed_medium(kind, value, f"{kind}s[{i}]", record))
+                continue
+            text = checked_text(value, f"texts[{i}]")
             previous = parts[-1].get("text", " ") if parts else " "
             if not previous[-1].isspace() and not text[0].isspace():
                 text = PARAGRAPH_BREAK + text
             parts.append({"type": "text", "text": text})
-        for kind, reference in places:
-            parts.append(reader.placed_medium(kind, reference, f"{kind}s[{i}]", record))
     return _document(parts, "texts")
 
 
 def _read_mmc4(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    sentences = [checked_text(text, f"text_list[{i}]") for i, text in enumerate(_listed(record, "text_list"))]
-    images_before: list[list[dict[str, Any]]] = [[] for _ in sentences]
-    located = [
-        (f"image_info[{i}]", info) for i, info in enumerate(_listed(record, "image_info")) if info is not None
-    ]
-    # Media belong to their parts by their order in the document.
-    indices = [_sentence_index(info, location, len(sentences)) for location, info in located]
-    for number in sorted(range(len(located)), key=indices.__getitem__):
-        location, info = located[number]
+    sentences = _listed(record, "text_list")
+    images_before: list[list[tuple[Any, str]]] = [[] for _ in sentences]
+    for i, info in enumerate(_listed(record, "image_info")):
+        if info is None:
+            continue
+        index = info.get("matched_text_index") if isinstance(info, dict) else None
+        if type(index) is not int or not 0 <= index < len(sentences):
+            detail = f"matched_text_index {shorten_value(index)} is none of the {len(sentences)} sentences"
+            raise RecordError("bad document", detail, f"image_info[{i}].matched_text_index")
         key = next((key for key in MMC4_REFERENCE_KEYS if info.get(key)), MMC4_REFERENCE_KEYS[0])
-        images_before[indices[number]].append(
-            reader.placed_medium("image", info.get(key), f"{location}.{key}", record)
-        )
+        images_before[index].append((info.get(key), f"image_info[{i}].{key}"))
     parts: list[dict[str, Any]] = []
     for i, sentence in enumerate(sentences):
+        parts += [reader.placed_medium("image", *image, record) for image in images_before[i]]
         space = " " if i < len(sentences) - 1 else ""
-        parts += [*images_before[i], {"type": "text", "text": sentence + space}]
+        parts.append({"type": "text", "text": checked_text(sentence, f"text_list[{i}]") + space})
     return _document(parts, "text_list")
-
-
-def _sentence_index(info: Any, location: str, num_sentences: int) -> int:
-    index = info.get("matched_text_index") if isinstance(info, dict) else None
-    if type(index) is not int or not 0 <= index < num_sentences:
-        detail = f"matched_text_index {shorten_value(index)} is none of the {num_sentences} sentences"
-        raise RecordError("bad document", detail, f"{location}.matched_text_index")
-    return index
 
 
 FORMATS = (

@@ -5,6 +5,7 @@ Keys that qwen-vl-utils does not read for a medium (``nframes`` of a list of ima
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,14 +13,47 @@ from typing import Any
 
 from megatron_vl.data.sample.frame_archive import is_frame_rate
 from megatron_vl.data.sample.grids import AREA_LIMITS, CLIP_LIMITS, FRAME_LIMITS, TIMES_LIMIT
+from megatron_vl.data.sample.medium import describe_reference
 
 from .conversation import RecordError, shorten_value
-from .frame_sequence import FrameSequence, parse_number
 
 REASON = "bad limits of a medium"
 LARGEST = 1e15
 SECOND_LIMITS = ("fps", *CLIP_LIMITS)
 """Limits that may have a fraction. The others are whole numbers from 1."""
+FRAME_RATE_KEYS = ("sample_fps", "fps")
+"""Keys of the rate of a list of images. The first that has a value counts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameSequence:
+    """A video given as images."""
+
+    images: tuple[Any, ...]
+    """In order, each as it is written for an image."""
+    fps: float | None = None
+    """Images a second; None: the record does not say."""
+
+    def __str__(self) -> str:
+        """How messages name it."""
+        first, others = describe_reference(self.images[0]), len(self.images) - 1
+        return f"{first} and {others} more" if others else first
+
+
+def read_frame_rate(json_object: dict[str, Any], key_prefix: str) -> tuple[str, float] | tuple[None, None]:
+    """The key and value of the rate that an object gives for a list of images; None if it gives none.
+
+    Raises:
+        RecordError: the value is not a frame rate.
+    """
+    key = next((name for name in FRAME_RATE_KEYS if json_object.get(name) not in (None, "")), None)
+    if key is None:
+        return None, None
+    rate = _parse_number(json_object[key])
+    if not is_frame_rate(rate):
+        detail = f"{shorten_value(json_object[key])} is no number of frames a second"
+        raise RecordError("bad frame rate", detail, f"{key_prefix}{key}")
+    return key, float(rate)
 
 
 def read_medium_limits(
@@ -28,7 +62,6 @@ def read_medium_limits(
     """The limits that an object gives for its medium.
 
     Args:
-        medium: its reference.
         key_prefix: prefix of the object's keys in messages.
 
     Returns:
@@ -66,13 +99,20 @@ def read_medium_limits(
     return medium, limits, read_keys
 
 
+def _parse_number(value: Any) -> Any:
+    """A number that may be written as text, as in Qwen's own documentation."""
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
+
+
 def _read_number(name: str, value: Any, field_path: str) -> float:
-    number = parse_number(value)
-    is_number = isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < LARGEST
-    if is_number and name in SECOND_LIMITS and (number > 0 or name == "video_start" and number == 0):
-        return float(number)
-    if is_number and name not in SECOND_LIMITS and number >= 1 and number == int(number):
-        return int(number)
+    number = _parse_number(value)
+    if isinstance(number, int | float) and not isinstance(number, bool) and abs(number) < LARGEST:
+        if name in SECOND_LIMITS and (number > 0 or name == "video_start" and number == 0):
+            return float(number)
+        if name not in SECOND_LIMITS and number >= 1 and number == int(number):
+            return int(number)
     raise RecordError(REASON, f"{shorten_value(value)} is no possible {name}", field_path)
 
 

@@ -45,7 +45,7 @@ class ObjectReader:
         if self.frame and self.frame not in FRAMES:
             raise _bad(f"{shorten_value(self.frame)} is unknown; valid: {', '.join(FRAMES)}", "boxes")
         self.image_ids: Iterator[Any] | None = None
-        """The images of the boxes that are written in the texts; None: nothing numbers them."""
+        """The images of the listed boxes and points, then of those in the texts; None: not numbered."""
         self.listed = self._listed_objects(record.get("objects") or {})
         self.counts = dict.fromkeys(OBJECT_KEYS, 0)
         self.is_read = bool(self.frame) or any(self.listed.values())
@@ -64,29 +64,20 @@ class ObjectReader:
         if not isinstance(objects, dict) or not all(isinstance(objects.get(key) or [], list) for key in keys):
             raise _bad(f"an object with lists {', '.join(keys)} is required", "objects")
         names, boxes, points, image_ids = (objects.get(key) or [] for key in keys)
-        box_type = objects.get("bbox_type") or "real"
-        if str(box_type) not in BOX_TYPES:
-            detail = f"{shorten_value(box_type)} is unknown; valid: {', '.join(BOX_TYPES)}"
-            raise _bad(detail, "objects.bbox_type")
-        if image_ids and self.frame and not (boxes or points):
-            self.image_ids = iter(image_ids)
-        elif image_ids and len(image_ids) != len(boxes) + len(points):
-            detail = f"{len(image_ids)} numbers for {len(boxes)} boxes and {len(points)} points"
-            raise _bad(detail, "objects.image_id")
-
-        image_numbers = iter(image_ids or [0] * (len(boxes) + len(points)))
-        frame, factor = BOX_TYPES[str(box_type)]
+        box_type = str(objects.get("bbox_type") or "real")
+        if box_type not in BOX_TYPES:
+            raise _bad(
+                f"{shorten_value(box_type)} is unknown; valid: {', '.join(BOX_TYPES)}", "objects.bbox_type"
+            )
+        self.image_ids = iter(image_ids) if image_ids else None
+        frame, factor = BOX_TYPES[box_type]
         listed = {"ref-object": [{"ref": checked_text(name, "objects.ref")} for name in names]}
         for marker, name, entries in (("bbox", "", boxes), ("point", "point_2d", points)):
-            listed[marker] = [
-                self._box(box, name, "objects", frame, next(image_numbers), factor) for box in entries
-            ]
+            listed[marker] = [self._box(box, name, "objects", frame, factor) for box in entries]
         return listed
 
-    def _box(
-        self, box: Any, key: str, field_path: str, frame: str, image_number: Any, factor: int = 1
-    ) -> dict[str, Any]:
-        """A box or point as it is stored; ``image_number`` counts the record's images from 0."""
+    def _box(self, box: Any, key: str, field_path: str, frame: str, factor: int = 1) -> dict[str, Any]:
+        """A box or point as it is stored."""
         is_list = isinstance(box, list) and len(box) in BOX_LENGTHS.get(key, (2, 4))
         if not is_list or not all(isinstance(n, int | float) and abs(n) < 1e9 for n in box):
             raise _bad(f"{shorten_value(box)} is not [x, y] or [x1, y1, x2, y2]", field_path)
@@ -96,6 +87,7 @@ class ObjectReader:
             raise _bad(
                 f"the box {shorten_value(box)} is on no image; boxes of videos are not read", field_path
             )
+        image_number = next(self.image_ids, None) if self.image_ids else 0
         if not isinstance(image_number, int) or not 0 <= image_number < len(self.images):
             detail = f"image_id {shorten_value(image_number)} is not in 0 to {len(self.images) - 1}"
             raise _bad(f"{detail}, the numbers of the record's images", field_path)
@@ -144,16 +136,9 @@ class ObjectReader:
         if not self.frame:
             self.has_unsaid = True
             return False
-        image_number = next(self.image_ids, None) if self.image_ids else 0
-        item = self._box(box, key, "boxes", self.frame, image_number)
+        self.objects.append(self._box(box, key, "boxes", self.frame))
         if self.image_ids is None and self.num_media > 1:
-            if self.images[: self.num_media] != [*range(self.num_media)]:
-                detail = (
-                    f"boxes on one of {self.num_media} media; number the image of each in objects.image_id"
-                )
-                raise _bad(detail, "boxes")
-            del item["medium"]  # check_boxes says whether it is needed
-        self.objects.append(item)
+            del self.objects[-1]["medium"]  # check_boxes says whether it is needed
         return True
 
     def take_objects(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -176,14 +161,14 @@ def check_boxes(
     The size of a resized image follows from the run.
     """
     sizes = [(info.width, info.height) for info in media_infos]
+    has_several = any(size != sizes[0] for size in sizes) or any(each != limits[0] for each in limits)
     for item in objects:
-        needs_one_size = "box" in item and "medium" not in item
-        has_several = item.get("frame") != "thousandths" and any(size != sizes[0] for size in sizes)
-        has_several |= item.get("frame") == "resized" and any(each != limits[0] for each in limits)
-        if needs_one_size and has_several:
+        if "box" not in item:
+            continue
+        frame, medium = item["frame"], item.get("medium")
+        if has_several and frame != "thousandths" and medium is None:
             detail = "boxes on images of several sizes; number the image of each in objects.image_id"
             raise _bad(detail, "boxes")
-        if item.get("frame") in ("pixels", "thousandths"):
-            size = sizes[item.get("medium", 0)] if item["frame"] == "pixels" else (1000, 1000)
-            if outside := find_outside(item["box"], item["frame"], size):
-                raise RecordError("box outside the image", outside, "objects")
+        size = sizes[medium or 0] if frame == "pixels" else (1000, 1000)
+        if frame != "resized" and (outside := find_outside(item["box"], frame, size)):
+            raise RecordError("box outside the image", outside, "objects")

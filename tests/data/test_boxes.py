@@ -333,7 +333,6 @@ REFUSED = [
     (record_of("<bbox>", "<video>Where?", objects=ONE_BOX, **VIDEO), "boxes of videos are not read"),
     (record_of('"bbox_2d": [1, 2, 3, 4]', boxes="metres"), "'metres' is unknown; valid: pixels"),
     (record_of('"bbox_2d": [[1, 2, 3, 4]]', boxes="pixels"), "is not .x, y. or"),
-    (record_of('"bbox_2d": [1, 2, 3, 4]', "<image><video>?", boxes="pixels", videos=["a.mp4"]), "of 2 media"),
     ({"text": "a <bbox><bbox>", "image": "a.png", "objects": ONE_BOX}, "2 <bbox> in the text, but 1"),
     ({"text": "a cat <bbox>", "objects": ONE_BOX}, "is on no image"),
     (record_of(BOTH, TWO, boxes="pixels", images=["a.png"] * 2, objects={"image_id": [0]}), "image_id None"),

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from data_tools.formats import RecordError, read_conversation
-from data_tools.formats.frame_sequence import FrameSequence
+from data_tools.formats.medium_limits import FrameSequence
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -497,15 +498,15 @@ def test_interrupted_index_leaves_no_sizes(plain, dataset, tmp_path, monkeypatch
     sizes_dir = folder / METADATA_DIR / SIZES_DIR
     (name,) = [path.name for path in sizes_dir.iterdir()]
     shutil.rmtree(sizes_dir)
-    measure = module._measure_shard
+    measure, numbers = module.measure_samples, itertools.count()
 
-    def stops(number: int) -> Any:
-        if number == 4:
+    def stops(*arguments: Any) -> Any:
+        if next(numbers) == 4:
             raise KeyboardInterrupt
-        return measure(number)
+        return measure(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_measure_shard", stops)
+        patched.setattr(module, "measure_samples", stops)
         with pytest.raises(KeyboardInterrupt):
             index_datasets(data, spec, hf())
     assert [path.name for path in sizes_dir.iterdir()] in ([], [f".{name}.lock"])

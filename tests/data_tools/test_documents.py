@@ -103,7 +103,7 @@ def test_conversations_are_no_documents():
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": " \n"}, "no text", "text"),
     ({"image": "a.png", "caption": None}, "no text", "caption"),
-    ({"text": "a", "caption": "b"}, "two texts", "caption"),
+    ({"text": "a", "caption": "b"}, "two conversations", "caption"),
     ({"text": ["a"]}, "bad text", "text"),
     ({"text": "a<|endoftext|>b"}, "control token in text", "text"),
     ({"text": "a<|image_pad|>b"}, "placeholder token in text", "text"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.formats import RecordError, read_conversation
-from data_tools.formats.frame_sequence import FrameSequence
+from data_tools.formats.medium_limits import FrameSequence
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
 from tests.tiny import tiny_checkpoint

@@ -54,10 +54,10 @@ def test_indexing_ends_with_a_killed_rank(dataset: Path) -> None:
 def test_workers_of_indexing_end_with_it(dataset: Path, monkeypatch) -> None:
     """A worker would wait for its next shard."""
 
-    def stall(number: int) -> None:
+    def stall(*_: object) -> None:
         time.sleep(300)
 
-    monkeypatch.setattr(sample_sizes, "_measure_shard", stall)
+    monkeypatch.setattr(sample_sizes, "measure_samples", stall)
     data, hf = DataConfig(path=str(dataset)), tiny_checkpoint("qwen2_5_vl")
     indexing = start(sample_sizes.index_datasets, data, read_spec(hf), hf, 2)
     wait_until(lambda: len(indexing.children()) == 2)

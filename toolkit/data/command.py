@@ -150,7 +150,7 @@ def _index_tars(options: DataIndexOptions, config: TrainConfig, spec: ModelSpec,
     report = index_tars(tar_index, num_workers)
     broken = ", ".join(f"{count} {reason}" for reason, count in report.broken.most_common())
     listed = f"; no usable pair: {broken}, listed in {options.out / 'quarantine.jsonl'}" if broken else ""
-    read_text = f"{pluralize(report.tars, 'tar')}, {report.read_tars} of them read now"
+    read_text = f"{pluralize(len(tar_index.names), 'tar')}, {report.read_tars} of them read now"
     print(f"{options.out}: {report.pairs} {'pairs' if fields.image else 'texts'} in {read_text}{listed}")
 
 

@@ -1,11 +1,9 @@
 """Boxes and points, in the coordinates of a model's family.
 
 A stored sample lists its ``objects`` in the order of their markers in the texts: the name of one (``ref``),
-or a box or point (``box``) with the number of its ``medium`` and its ``frame`` of reference. (Without the
-number, it is on one of several images, which have one size if the coordinates follow from it.) They are
-written when the sample is encoded, because pixels of the resized image follow from the limits of the run. The
-image is the upright one (EXIF applied), as the model sees it. ``docs/boxes.md`` says where the coordinates of
-each family were read.
+or a box or point (``box``) with the number of its ``medium`` (without it, all its images have one size, or it
+counts thousandths) and its ``frame`` of reference. They are written when the sample is encoded, because
+pixels of the resized image follow from the limits of the run. ``docs/boxes.md`` says more.
 """
 
 from __future__ import annotations
@@ -44,10 +42,7 @@ def scale_number(number: float, frame: str, axis: int, sizes: FrameSizes, box_fr
     """A coordinate in the frame of a family, rounded once.
 
     As in ``process_bbox.ipynb`` of Qwen's fine-tuning code, halves are rounded to even, and a pixel is at
-    most the last one of its row or column.
-
-    Args:
-        axis: 0 of x, 1 of y.
+    most the last one of its row or column. The ``axis`` of x is 0, that of y 1.
     """
     new_size = sizes[box_frame][axis]
     scaled = round(number * new_size / sizes[frame][axis])
@@ -84,12 +79,7 @@ def map_texts(messages: Sequence[dict[str, Any]], change: Callable[[Any, str], A
 
 
 class SampleObjects:
-    """The objects of a stored sample in a run.
-
-    Args:
-        record: the sample's JSON.
-        grids: the grids of its media.
-    """
+    """The objects of a stored sample, whose JSON is ``record``, in a run."""
 
     def __init__(self, record: dict[str, Any], grids: Sequence[GridTHW], vision: VisionSpec) -> None:
         self.record, self.grids, self.vision = record, grids, vision
@@ -187,11 +177,10 @@ def compare_boxes(answer: Sequence[Sequence[float]], reference: Sequence[Sequenc
 
     boxes = (torch.tensor(each, dtype=torch.float64).reshape(-1, 4) for each in (answer, reference))
     ious = box_iou(*boxes).nan_to_num().tolist()
-    pairs = [(iou, i, j) for i, row in enumerate(ious) for j, iou in enumerate(row)]
-    found: dict[int, float] = {}
-    taken: set[int] = set()
-    for iou, i, j in sorted(pairs, reverse=True):
-        if i not in taken and j not in found:
-            found[j] = iou
-            taken.add(i)
-    return [found.get(j, 0.0) for j in range(len(reference))]
+    pairs = sorted((iou, i, j) for i, row in enumerate(ious) for j, iou in enumerate(row))
+    found = [0.0] * len(reference)
+    while pairs:
+        iou, i, j = pairs[-1]
+        found[j] = iou
+        pairs = [pair for pair in pairs if pair[1] != i and pair[2] != j]
+    return found

@@ -1,20 +1,15 @@
 """Documents: how they become tokens.
 
 A document is a list of texts and media in their order, without a chat template. It begins with its first
-text or medium, as Qwen's tokenizers have no token for a beginning, and ends with ``<|endoftext|>``, Qwen's
-token for the end of a document (``tokenization_note.md`` of its code; ``eos_token_id`` of the text models'
-configs). Media are written as in a conversation: between ``<|vision_start|>`` and ``<|vision_end|>`` (report
-of Qwen2-VL, section 2), and with timestamps where the family writes them.
-
-All tokens of texts and the end token are trained on. Those of media are not: neither placeholders, nor the
-tokens around them, nor timestamps. The report of Qwen-VL shows its pretraining formats with the loss on the
-text after ``<img>...</img>`` alone.
+text or medium, as Qwen's tokenizers have no token for a beginning, and ends with ``<|endoftext|>``. Media are
+written as in a conversation: between ``<|vision_start|>`` and ``<|vision_end|>``, and with timestamps where
+the family writes them. All tokens of texts and the end token are trained on. Those of media are not: neither
+placeholders, nor the tokens around them, nor timestamps. ``docs/pretraining-data.md`` names the sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -43,17 +38,13 @@ def encode_document(
         of each medium in these tokens.
 
     Raises:
-        ChatError: the parts do not match the media, a text has a control token, or the tokenizer has no
-            ``<|endoftext|>``.
+        ChatError: the parts do not match the media, or a text has a control token.
     """
     # Neighbouring texts are read as one, in which pieces of a token could meet.
-    runs = groupby(parts, key=lambda part: part["type"] == "text")
-    texts = ["".join(part["text"] for part in run) for is_text, run in runs if is_text]
-    check_control_tokens([{"content": text} for text in texts], ())
+    texts = "".join(part["text"] if part["type"] == "text" else "\n" for part in parts)
+    check_control_tokens([{"content": texts}], ())
     if [part["type"] for part in parts if part["type"] != "text"] != [grid.kind for grid in grids]:
         raise ChatError("the media of the document are not those that it names")
-    if encoder.tokenizer.backend_tokenizer.token_to_id(END_TOKEN) is None:
-        raise ChatError(f"the tokenizer has no {END_TOKEN}, which ends documents")
 
     text, next_grid = "", iter(grids)
     character_spans = []

@@ -3,10 +3,9 @@
 A document is cut between two tokens of its texts. A conversation is cut between two exchanges: an exchange is
 a question with the answers that follow it, calls and results of tools included. Each part of a conversation
 begins with what stands before the first question, which is the system turn and the tools, because they hold
-for every answer. FastChat's ``split_long_conversation`` cuts at the same places, and its template writes the
-system turn into each part; LLaMA-Factory keeps the system turn and the first exchanges, and drops the others.
-An exchange keeps the tokens and the loss that it has in the whole conversation. What has boxes is not cut,
-because a part might lack their image; neither is a conversation with a system turn after the start.
+for every answer. An exchange keeps the tokens and the loss that it has in the whole conversation. What has
+boxes is not cut, because a part might lack their image; neither is a conversation with a system turn after
+the start.
 """
 
 from __future__ import annotations

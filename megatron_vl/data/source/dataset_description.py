@@ -290,7 +290,7 @@ def _check_tars(dataset_path: Location, tar_list: TarList, shard_names: set[str]
     """Refuses a list of tars that are not those of the splits, or that have changed."""
     # Their folder may hold links to tars elsewhere, so only the names are checked.
     _check_shard_names(dataset_path / METADATA_DIR / TARS_FILE, shard_names)
-    if unknown_names := shard_names - tar_list.samples_by_tar.keys():
+    if unknown_names := shard_names - tar_list.stamps.keys():
         raise LoaderError(f"{dataset_path / METADATA_DIR / TARS_FILE} does not list {min(unknown_names)}")
     if changed := tar_list.changed_tars():
         names = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")

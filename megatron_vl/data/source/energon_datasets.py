@@ -39,7 +39,7 @@ class SplitShards:
         tars = {}
         for part in description.parts or (description,):
             prefix = f"{part.path.name}/" if description.parts else ""
-            for name, tar in read_tar_shards(part.path).items():
+            for name, tar in read_tar_shards(part).items():
                 tars[prefix + name] = replace(tar, name=prefix + name)
         self.shards: list[Any] = [
             tars.get(name)

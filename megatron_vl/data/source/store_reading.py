@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
@@ -24,14 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fsspec.spec import AbstractBufferedFile
 from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.itar import ITAR_SUFFIX, ITarFile, ITarSamplePointer
 from multistorageclient.types import Range
 from numpy.typing import NDArray
 
-from megatron_vl.data.source.dataset_description import METADATA_DIR
-from megatron_vl.data.source.location import LoaderError, Location, location_size_bytes
+from megatron_vl.data.source.dataset_description import METADATA_DIR, DatasetDescription
+from megatron_vl.data.source.location import LoaderError, location_size_bytes
 from megatron_vl.data.source.pair_reader import PairReader, TarShard, shard_place
 from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, read_tar_list
 from megatron_vl.system.errors import retry_machine_faults
@@ -49,7 +49,9 @@ MAX_BLOCK_RANKS = 4
 block."""
 PAGE_SIZE = 1024
 """Number of a shard's offsets, of 8 bytes each, that are read together."""
-SPAN_BYTES = 24
+SPAN_BYTES = 16
+WINDOW_BYTES = 1 << 20
+"""Bytes of an object that are read ahead. What lies between two such windows is skipped."""
 MAX_PAGES = 1024
 """Largest number of pages of offsets that are kept."""
 
@@ -260,9 +262,7 @@ class StoreShards:
     def _read_spans(self, shard: int, first_sample: int, end_sample: int) -> list[tuple[int, int]]:
         """The first byte of each of some samples of a shard, and the byte after it."""
         if isinstance(self._shards[shard], TarShard):
-            return [
-                (start, end) for start, end, _ in self._shards[shard].spans[first_sample:end_sample].tolist()
-            ]
+            return list(map(tuple, self._shards[shard].spans[first_sample:end_sample].tolist()))
         page = first_sample // PAGE_SIZE
         page_start = page * PAGE_SIZE
         offsets = self._pages.get((shard, page))
@@ -276,57 +276,24 @@ class StoreShards:
         return list(pairwise(offsets[first_sample - page_start : end_sample - page_start + 1].tolist()))
 
 
-class StoredSpans:
-    """The list of spans of a tar in an object store. What is needed of it is read then, in whole pages.
-
-    Args:
-        read_spans: reads pairs of all tars from a first one up to a last one, uint64 [n, 3].
-        pairs: the numbers of the tar's pairs in the list.
-    """
-
-    def __init__(
-        self, path: EPath, read_spans: Callable[[int, int], NDArray[np.uint64]], pairs: range
-    ) -> None:
-        self.path, self._read_spans, self._pairs = path, read_spans, pairs
-
-    def __getitem__(self, numbers: slice) -> NDArray[np.uint64]:
-        pairs = self._pairs[numbers]
-        first = pairs.start // PAGE_SIZE * PAGE_SIZE
-        return self._read_spans(first, -(-pairs.stop // PAGE_SIZE) * PAGE_SIZE)[pairs.start - first :][
-            : len(pairs)
-        ]
-
-
-def read_tar_shards(dataset_path: Location) -> dict[str, TarShard]:
-    """The tars of an indexed data set by name; none for a converted one."""
-    metadata_dir = dataset_path / METADATA_DIR
+def read_tar_shards(dataset: DatasetDescription) -> dict[str, TarShard]:
+    """The tars of an indexed data set by name; none for a converted one. A list of spans in a store is copied
+    into memory, as the sizes are."""
+    metadata_dir = dataset.path / METADATA_DIR
     tar_list = read_tar_list(metadata_dir)
     if tar_list is None:
         return {}
     spans_path: Any = metadata_dir / SPANS_FILE
-    pair_count = sum(tar_list.samples_by_tar.values())
-    if location_size_bytes(spans_path) != SPAN_BYTES * pair_count:
+    counts = [dataset.samples_by_shard.get(name, 0) for name in tar_list.stamps]
+    if location_size_bytes(spans_path) != SPAN_BYTES * sum(counts):
         raise LoaderError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
-
-    @lru_cache(MAX_PAGES)
-    def read_spans(first: int, end: int) -> NDArray[np.uint64]:
-        content = _read_bytes(spans_path, SPAN_BYTES * first, SPAN_BYTES * min(end, pair_count))
-        return np.frombuffer(content, "<u8").reshape(-1, 3)
-
-    shards, start, root = {}, 0, EPath(tar_list.root)
-    mapped_spans: Any = None
-    if isinstance(spans_path, Path) and pair_count:
-        mapped_spans = np.memmap(spans_path, "<u8", "r", shape=(pair_count, 3))
-    for name, count in tar_list.samples_by_tar.items():
-        pairs = range(start, start + count)
-        spans = (
-            mapped_spans[start : start + count]
-            if mapped_spans is not None
-            else StoredSpans(spans_path, read_spans, pairs)
-        )
-        shards[name] = TarShard(name, root / name, count, tar_list.fields, spans)
-        start += count
-    return shards
+    is_local = isinstance(spans_path, Path)
+    spans = np.memmap(spans_path, "<u8", "r") if is_local else np.frombuffer(spans_path.read_bytes(), "<u8")
+    root, spans_of_tars = EPath(tar_list.root), np.split(spans.reshape(-1, 2), np.cumsum(counts))
+    return {
+        name: TarShard(name=name, path=root / name, count=len(each), fields=tar_list.fields, spans=each)
+        for name, each in zip(tar_list.stamps, spans_of_tars, strict=False)
+    }
 
 
 def has_local_shards(dataset: Any) -> bool:
@@ -334,31 +301,15 @@ def has_local_shards(dataset: Any) -> bool:
     return bool(dataset.shards[0].path.is_local())
 
 
-class StoreFile(io.RawIOBase):
+class StoreFile(AbstractBufferedFile):
     """An object as a file, which is read by ranges."""
 
     def __init__(self, path: EPath) -> None:
-        self._path, self._size, self._position = path, int(path.size()), 0
+        super().__init__(None, str(path), block_size=WINDOW_BYTES, size=int(path.size()))
+        self._location = path
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        start, end = self._position, min(self._position + len(buffer), self._size)
-        if start >= end:
-            return 0
-        content = retry_machine_faults(lambda: _read_bytes(self._path, start, end), str(self._path))
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return retry_machine_faults(lambda: _read_bytes(self._location, start, end), self.path)
 
 
 def _read_bytes(path: EPath, start: int, end: int) -> bytes:
@@ -458,8 +409,6 @@ def reconnect_stores(datasets: Sequence[Any]) -> None:
     Two processes with one connection would read each other's answers.
     """
     for dataset in datasets:
-        spans = (getattr(shard, "spans", None) for shard in dataset.shards)
-        span_paths = {one.path: None for one in spans if isinstance(one, StoredSpans)}
-        for path in (dataset.path, *span_paths, *(shard.path for shard in dataset.shards)):
+        for path in (dataset.path, *(shard.path for shard in dataset.shards)):
             if not path.is_local():
                 path.fs = EPath(str(path)).fs

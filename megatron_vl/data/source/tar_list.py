@@ -22,8 +22,7 @@ from megatron_vl.data.source.location import (
 
 TARS_FILE = "tars.json"
 SPANS_FILE = "tars.idx"
-"""uint64 values: of each pair of each tar in order, the first byte, the byte after it, and its key's hash."""
-DEFAULT_FIELDS = {"image": "jpg|jpeg|png|webp", "caption": "txt|json:caption"}
+"""uint64 values: of each pair of each tar in order, the first byte and the byte after it."""
 STAT_THREADS = 32
 
 
@@ -31,17 +30,12 @@ STAT_THREADS = 32
 class PairFields:
     """Which members of a tar make a pair, by extension in small letters."""
 
-    image: tuple[str, ...]
+    image: list[str]
     """Empty for tars of text alone, which ``caption`` names then."""
-    caption: tuple[str, ...]
+    caption: list[str]
     """The first that has text counts. ``json:KEY.KEY`` is a field of a JSON member."""
     prompt: str = ""
     """The question that each caption answers; empty: none."""
-
-    @property
-    def text_kind(self) -> str:
-        """What messages call the text."""
-        return "caption" if self.image else "text"
 
     @property
     def text_extensions(self) -> set[str]:
@@ -55,33 +49,24 @@ def parse_fields(words: Iterable[str]) -> PairFields:
     Raises:
         LoaderError: a word cannot be read.
     """
-    fields = DEFAULT_FIELDS | {"prompt": "", "text": ""}
+    fields = {"image": "jpg|jpeg|png|webp", "caption": "txt|json:caption", "prompt": ""}
     for word in words:
-        name, _, alternatives = word.partition("=")
-        is_image_key = name == "image" and ":" in word
-        if name not in fields or not all(alternatives.split("|")) or is_image_key:
+        name, _, value = word.partition("=")
+        if name == "text":
+            name, fields["image"] = "caption", ""
+        if name not in fields or not value:
             raise LoaderError(
                 f"--members {word}: write image=jpg|png, caption=txt|json:KEY or prompt=TEXT; for text alone,"
                 " text=txt|json:KEY"
             )
-        fields[name] = alternatives
-    if text := fields.pop("text"):
-        if fields != DEFAULT_FIELDS | {"prompt": ""}:
-            raise LoaderError(f"--members text={text} is for text alone: leave out image, caption and prompt")
-        fields |= {"image": "", "caption": text}
+        fields[name] = value
     # Extensions are compared in small letters, and keys of JSON as they are.
-    parts = {
-        name: [text.partition(":") for text in filter(None, fields[name].split("|"))]
-        for name in DEFAULT_FIELDS
-    }
-    image, caption = (
-        tuple(f"{extension.lower()}{colon}{keys}" for extension, colon, keys in parts[name])
-        for name in DEFAULT_FIELDS
+    captions = [caption.partition(":") for caption in fields["caption"].split("|")]
+    return PairFields(
+        fields["image"].lower().split("|") if fields["image"] else [],
+        [f"{extension.lower()}{colon}{keys}" for extension, colon, keys in captions],
+        fields["prompt"],
     )
-    pair_fields = PairFields(image, caption, fields["prompt"])
-    if pair_fields.text_extensions & {*pair_fields.image}:
-        raise LoaderError(f"--members image={fields['image']}: image and caption are files of their own")
-    return pair_fields
 
 
 @dataclass(frozen=True)
@@ -90,14 +75,8 @@ class TarList:
 
     root: Location | str
     fields: PairFields
-    samples_by_tar: dict[str, int]
-    """Number of pairs of each tar, by its path below ``root``, in the order of their places."""
     stamps: dict[str, str]
-    """For each tar, what changes with it (:func:`tar_stamp`)."""
-
-    def as_json(self) -> str:
-        values = {"root": str(self.root), "fields": vars(self.fields)}
-        return json.dumps(values | {"samples": self.samples_by_tar, "stamps": self.stamps}, indent=1)
+    """For each tar, by its path below ``root``, what changes with it (:func:`tar_stamp`)."""
 
     def changed_tars(self) -> list[str]:
         """The tars that are not as they were when they were indexed."""
@@ -118,12 +97,7 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
     try:
         values = json.loads(read_text_file(list_path))
         root = metadata_dir.parent if values["root"] == "." else resolve_location(values["root"])
-        image, caption = (tuple(map(str, values["fields"][name])) for name in DEFAULT_FIELDS)
-        fields = PairFields(image, caption, str(values["fields"]["prompt"]))
-        samples = {name: int(count) for name, count in values["samples"].items()}
-        if min(samples.values(), default=0) < 0:
-            raise ValueError("a negative number of pairs")
-        return TarList(root, fields, samples, {name: str(values["stamps"][name]) for name in samples})
+        return TarList(root, PairFields(**values["fields"]), dict(values["stamps"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoaderError(
             f"{list_path} is damaged ({error!r}); run `megatron-vl data index --input`"

@@ -20,9 +20,11 @@ from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader, ITarFile
 
 from megatron_vl.data.sample.deadline import SAMPLE_TIMEOUT_S
-from megatron_vl.data.source.pair_reader import BROKEN_FIELD, PairReader, shard_place
+from megatron_vl.data.source.pair_reader import PairReader, shard_place
 from megatron_vl.system.errors import is_machine_fault, retry_machine_faults
 
+BROKEN_FIELD = "__broken__"
+"""Field of a crude sample that could not be read; its value is (reason, detail)."""
 CRC_FIELD = b', "crc32": '
 
 
