@@ -91,7 +91,6 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     for text, count in notes.items():
         if count:
             print(f"  {count} {text}")
-    print("  `megatron-vl data index` checks that a chat template writes the whole text of each sample")
 
 
 def _read_run(run_args: list[str], new_dataset: Path | None = None) -> TrainConfig:
