@@ -102,7 +102,9 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     assert "Traceback" not in done.stderr
     assert "data.path docs is not a data set (it holds no .nv-meta)" in done.stderr
     assert "data.path pyproject.toml is neither a data set's folder nor a metadataset" in done.stderr
-    assert done.stderr.count("the folder of a downloaded checkpoint") == sum("--hf nowhere" in words for words in WRONG)
+    assert done.stderr.count("the folder of a downloaded checkpoint") == sum(
+        "--hf nowhere" in words for words in WRONG
+    )
 
 
 @pytest.mark.parametrize(
