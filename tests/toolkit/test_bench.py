@@ -30,7 +30,7 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     """A pipeline of two stages: rows of images and of text, and a data set with a tower on every rank."""
     folder, hf = tmp_path_factory.mktemp("bench"), tiny_checkpoint("qwen2_5_vl")
     data = prepare(folder, hf)["data"]
-    shape = f"--timed {TIMED} --dtype float32 --data.seq_len {SEQ_LEN} --global_batch_size {ROWS}"
+    shape = f"--epochs 1 --timed {TIMED} --dtype float32 --data.seq_len {SEQ_LEN} --global_batch_size {ROWS}"
     layout = "--parallel.pp 2 --recompute.vision full --log.peak_tflops 0.5 --data.num_workers 1"
     words = [*f"bench --nproc-per-node {RANKS} {layout} {shape}".split(), "--model.hf", str(hf), "--out"]
     options = {"images": [], "text": ["--data.path", "synthetic:text"]}

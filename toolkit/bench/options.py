@@ -80,6 +80,7 @@ def parse_bench_options(argv: list[str]) -> BenchRun:
         log=LogConfig(interval=num_steps + 1, peak_tflops=config.log.peak_tflops),
         failures=replace(config.failures, check_memory=False),  # memory is measured here
         **{name: getattr(TrainConfig(), name) for name in ("checkpoint", "eval", "profile", "wandb")},
+        epochs=0,
         steps=max(config.steps, num_steps),
         stop_after=num_steps,
     )
