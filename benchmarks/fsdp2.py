@@ -47,8 +47,8 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.lora import fused_lora
 from megatron_vl.system.errors import UsageError, UserError
 from megatron_vl.training.report.metrics import StepMetrics
-from toolkit.bench import report
-from toolkit.bench.options import BenchRun, parse_bench_options
+from toolkit.bench import measure as bench
+from toolkit.bench.options import WARM_UP, BenchRun, parse_bench_options
 from toolkit.parity.reference import hf_pixels
 
 ATTENTION = "packed_flash"
@@ -367,14 +367,14 @@ def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
     own.add_argument("--gradient-sync", choices=("every", "last"), default="every")
     own.add_argument("--ours", type=Path)
     given, words = own.parse_known_args(argv)
-    options = parse_bench_options(words, "python -m benchmarks.fsdp2")
-    if "data" in options.workloads or options.options.even_routing:
+    options = parse_bench_options(words)
+    if not options.data.is_synthetic or options.options.even_routing:
         raise UsageError("only random rows are timed here: leave out --data.path and --even-routing")
     return options, given
 
 
 def run(options: BenchRun, given: argparse.Namespace) -> None:
-    """Measures the random workloads and reports them on rank 0. Collective."""
+    """Measures the random rows and reports the figures on rank 0. Collective."""
     config, spec, device = options.config, options.spec, _init_distributed()
     world = dist.get_world_size()
     if config.global_batch_size % world:
@@ -389,15 +389,13 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
     shape = f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step"
     notes = [f"{settings}, {shape}, full activation checkpointing", *notes]
     system = f"transformers {transformers.__version__} + {'PEFT' if has_lora else 'FSDP2'}"
-    figures = report.describe_run(options, device.type, system, notes)
-    workloads = {name: measure(trainer, name, figures["machine"]) for name in options.workloads}
-    report.finish_report(options.options.out, figures | {"workloads": workloads})
+    figures = bench.describe_run(options, device.type, system, notes)
+    figures["speed"] = measure(trainer, figures["machine"])
+    bench.report_figures(options, figures)
     if given.ours and dist.get_rank() == 0:
-        ours = json.loads(given.ours.read_text())["workloads"]
-        for name, mine in workloads.items():
-            if name in ours:
-                ratio = ours[name]["tokens_per_s_per_rank"] / mine["tokens_per_s_per_rank"]
-                print(f"{name}: {ratio:.2f} x the tokens/s of {system}")
+        ours = json.loads(given.ours.read_text())["speed"]
+        ratio = ours["tokens_per_s_per_rank"] / figures["speed"]["tokens_per_s_per_rank"]
+        print(f"{ratio:.2f} x the tokens/s of {system}")
 
 
 def _init_distributed() -> torch.device:
@@ -409,22 +407,19 @@ def _init_distributed() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[str, Any]:
-    """Measures one workload. The figures have the trainer's keys, as far as these apply. Collective."""
-    run, options = trainer.options, trainer.options.options
+def measure(trainer: Trainer, machine: dict[str, Any]) -> dict[str, Any]:
+    """Measures the steps. The figures have the trainer's keys, as far as these apply. Collective."""
+    run = trainer.options
     cuda = trainer.device.type == "cuda"
     rank, per_step = dist.get_rank(), run.config.global_batch_size // dist.get_world_size()
     config = dataclasses.replace(run.config, model=ModelConfig())  # nothing is frozen here
-    rows = [
-        hf_row(samples, run.spec, config.data.seq_len)
-        for samples in draw_rows(run.workloads[workload], run.spec)
-    ]
+    rows = [hf_row(samples, run.spec, config.data.seq_len) for samples in draw_rows(run.data, run.spec)]
 
     def step_rows(step: int) -> list[HfRow]:
         first = step * config.global_batch_size + rank * per_step
         return [rows[number % len(rows)] for number in range(first, first + per_step)]
 
-    for step in range(options.warm_up):
+    for step in range(WARM_UP):
         loss = trainer.step(step_rows(step))
     if cuda:
         torch.cuda.synchronize()
@@ -433,7 +428,7 @@ def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[st
     metrics, loss_tokens = StepMetrics(), 0
     dist.barrier()
     clock = [time.perf_counter()]
-    for step in range(options.warm_up, options.warm_up + options.timed):
+    for step in range(WARM_UP, WARM_UP + run.options.timed):
         loss = trainer.step(step_rows(step))  # reads the loss from the device
         clock.append(time.perf_counter())
         for row in step_rows(step):
@@ -452,8 +447,8 @@ def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[st
     all_loss_tokens = torch.tensor(loss_tokens, device=trainer.device)
     dist.all_reduce(all_loss_tokens)
     seconds = [end - begin for begin, end in itertools.pairwise(clock)]
-    run = dataclasses.replace(run, config=config)
-    return report.speed_figures(run, totals, int(all_loss_tokens), seconds, machine) | {"loss": loss}
+    run = run._replace(config=config)
+    return bench.speed_figures(run, totals, int(all_loss_tokens), seconds, machine) | {"loss": loss}
 
 
 def main() -> int:

@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
     arguments, words = parser.parse_known_args(argv)
     if arguments.one_document:
         join_documents()
-    bench_run = parse_bench_options(words, part_steps=0)
+    bench_run = parse_bench_options(words)
     platform = get_platform(bench_run.config.platform)
     join_fake_group(arguments.ranks)
 
@@ -119,20 +119,16 @@ def main(argv: list[str]) -> None:
     print(f"rank 0 of {arguments.ranks}: {layout}")
     gpu = local_gpu() or find_gpu()
     at_once = dataclasses.replace(gpu, link_gb_s=math.inf, network_gb_s=math.inf)
-    predicted = {}
-    for workload, data_config in bench_run.workloads.items():
-        workload_config = dataclasses.replace(config, data=data_config)
-        rows = drawn_sizes(workload_config, spec, assumed_rows(workload_config, spec))
-        [memory_parts] = stage_memories(workload_config, spec, layout, resolved_run.dp, rows)
-        alone, connected = (
-            predict_layout(workload_config, spec, arguments.ranks, layout, each, rows)
-            for each in (at_once, gpu)
-        )
-        predicted[workload] = (
-            f"{memory_parts.total_bytes / GIB:.1f} GiB, {1e3 * alone.step_seconds:.0f} ms a step"
-            f" ({1e3 * connected.step_seconds:.0f} with messages), MFU {alone.mfu:.3f}"
-        )
-        print(f"{workload}: {rows}\n{workload}: predicted {predicted[workload]}, {memory_parts.as_json()}")
+    rows = drawn_sizes(config, spec, assumed_rows(config, spec))
+    [memory_parts] = stage_memories(config, spec, layout, resolved_run.dp, rows)
+    alone, connected = (
+        predict_layout(config, spec, arguments.ranks, layout, each, rows) for each in (at_once, gpu)
+    )
+    predicted = (
+        f"{memory_parts.total_bytes / GIB:.1f} GiB, {1e3 * alone.step_seconds:.0f} ms a step"
+        f" ({1e3 * connected.step_seconds:.0f} with messages), MFU {alone.mfu:.3f}"
+    )
+    print(f"{rows}\npredicted {predicted}, {memory_parts.as_json()}")
     if arguments.predict:
         return
 
@@ -146,12 +142,12 @@ def main(argv: list[str]) -> None:
             spec, language=dataclasses.replace(spec.language, vocab_size=own_vocab_size)
         )
         trainer.run()
-    for workload, speed in measure.figures["workloads"].items():
-        print(f"{workload}: predicted {predicted[workload]}")
-        step_text = f"{1e3 * speed['step_s']:.0f} ms a step, loss {speed['loss']:.3f}"
-        # The work of all ranks was done in a step of this one.
-        mfu = f"MFU {speed['mfu']:.3f}" if speed["mfu"] else "MFU of an unknown GPU"
-        print(f"{workload}: measured {step_text}, {mfu}, {speed['memory_gib']:.2f} GiB", flush=True)
+    speed = measure.figures["speed"]
+    print(f"predicted {predicted}")
+    step_text = f"{1e3 * speed['step_s']:.0f} ms a step, loss {speed['loss']:.3f}"
+    # The work of all ranks was done in a step of this one.
+    mfu = f"MFU {speed['mfu']:.3f}" if speed["mfu"] else "MFU of an unknown GPU"
+    print(f"measured {step_text}, {mfu}, {speed['memory_gib']:.2f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,15 +113,13 @@ class GpuInfo:
 
 def query_gpus() -> list[GpuInfo]:
     """The GPUs of this machine; empty without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     fields = "index,name,memory.total,memory.used,driver_version"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        completed_process = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        table = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
         return []
-    return parse_nvidia_smi(completed_process.stdout) if completed_process.returncode == 0 else []
+    return parse_nvidia_smi(table)
 
 
 def parse_nvidia_smi(csv_text: str) -> list[GpuInfo]:

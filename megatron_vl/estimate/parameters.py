@@ -139,8 +139,6 @@ def offloaded_fraction(config: TrainConfig) -> float:
 @functools.cache
 def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
     """Mean number of expert-parallel ranks that hold experts of a token. All experts are equally likely."""
-    missed_probability = 1.0
-    for i in range(top_k):
-        other_experts = expert_count - expert_count // expert_parallel_size
-        missed_probability *= max(0, other_experts - i) / (expert_count - i)
+    other_experts = expert_count - expert_count // expert_parallel_size
+    missed_probability = math.comb(other_experts, top_k) / math.comb(expert_count, top_k)
     return expert_parallel_size * (1 - missed_probability)

@@ -5,9 +5,7 @@ Nothing is read: the length of a row and its bound on patches come from the run,
 
 from __future__ import annotations
 
-import functools
-
-from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops, repeated_flops
 from megatron_vl.spec.families import ModelSpec
 
@@ -50,19 +48,6 @@ def assumed_rows(config: TrainConfig, spec: ModelSpec) -> RowSizes:
 
 def executed_flops(config: TrainConfig, spec: ModelSpec, rows: RowSizes) -> RowFlops:
     """FLOPs of a row by part, with what is computed twice."""
-    is_decoupled = config.vision.placement == "decoupled"
-    return _executed_flops(spec, config.model, config.lora, config.mtp, config.recompute, rows, is_decoupled)
-
-
-@functools.lru_cache(maxsize=256)
-def _executed_flops(
-    spec: ModelSpec,
-    model: ModelConfig,
-    lora: LoraConfig,
-    mtp: MtpConfig,
-    recompute: RecomputeConfig,
-    rows: RowSizes,
-    decoupled: bool,
-) -> RowFlops:
-    needed = needed_flops(spec, model, lora, rows, mtp)
-    return needed + repeated_flops(spec, model, lora, recompute, rows, decoupled)
+    model, lora, is_decoupled = config.model, config.lora, config.vision.placement == "decoupled"
+    repeated = repeated_flops(spec, model, lora, config.recompute, rows, is_decoupled)
+    return needed_flops(spec, model, lora, rows, config.mtp) + repeated

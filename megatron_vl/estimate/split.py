@@ -60,14 +60,7 @@ def split_source(config: TrainConfig, saved_layout: Layout | None) -> Literal["g
 
 
 def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
-    """The layout with the planned split.
-
-    Args:
-        flops: those of the assumed row; None: they are counted here.
-
-    Raises:
-        LayoutError: the sizes are impossible.
-    """
+    """The layout with the planned split. Raises LayoutError if the sizes are impossible."""
     entry_count = config.parallel.pp * config.parallel.vpp
     unsplit = configured_layout(config, spec, [0] * (entry_count - 1) + [spec.language.num_layers])
     return balanced_layout(unsplit, executed_flops(config, spec, assumed_rows(config, spec)))

@@ -33,11 +33,6 @@ from megatron_vl.spec.lora import freeze_parts_without_lora
 GPUS_PER_NODE = 8
 
 
-@functools.cache
-def _kinds_without_adapters(spec: ModelSpec, lora: LoraConfig) -> list[LayerKind]:
-    return [kind._replace(adapters=()) for kind in layer_kinds(spec, lora)]
-
-
 @functools.lru_cache(maxsize=256)
 def _layer_computation(flops: RowFlops, efficiencies: Efficiencies) -> list[float]:
     """FLOPs of each decoder layer over the shares of the peak that they reach."""
@@ -101,7 +96,7 @@ class RunPrediction:
         # All ranks of a stage share a row, but with a tower on every rank each encodes its own images.
         stage_flops = peak_flops * layout.tp * layout.cp
         tower_flops = peak_flops if layout.decoupled else stage_flops
-        kinds = _kinds_without_adapters(self.spec, self.config.lora)  # which no message carries
+        kinds = layer_kinds(self.spec, LoraConfig())  # no message carries adapters
         seconds_by_kind = {kind: self._message_seconds(kind) for kind in set(kinds)}
         layers = zip(_layer_computation(flops, efficiencies), kinds, strict=True)
         layer_seconds = [compute / stage_flops + seconds_by_kind[kind] for compute, kind in layers]
@@ -189,10 +184,6 @@ class RunPrediction:
         return [*stage_memories(self.config, self.spec, self.layout, self.dp)]
 
     @property
-    def world_size(self) -> int:
-        return self.layout.replica_ranks * self.dp
-
-    @property
     def peak_gib(self) -> float:
         return peak_stage_gib(self.stages)
 
@@ -223,8 +214,8 @@ class RunPrediction:
         """FLOPs that training needs, as a share of the peak, counted as the trainer and ``bench`` do."""
         config = self.config
         needed = needed_flops(self.spec, config.model, config.lora, self.rows, config.mtp)
-        peak_flops = self.world_size * 1e12 * self.gpu.peak_tflops
-        return self.config.global_batch_size * needed.total / (self.step_seconds * peak_flops)
+        peak_flops = self.layout.replica_ranks * self.dp * 1e12 * self.gpu.peak_tflops
+        return config.global_batch_size * needed.total / (self.step_seconds * peak_flops)
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,7 @@ from mkdocs.config import load_config
 from mkdocs.structure.files import File
 from mkdocs.structure.pages import Page
 
-from benchmarks.card import TIMED_ROWS, TIMED_STEPS, main
+from benchmarks.card import TIMED_ROWS, main
 from megatron_vl.spec.families import read_spec
 from tests.docs_site import docs_hooks
 from tests.support.ranks import call
@@ -45,7 +45,9 @@ def test_card_has_what_was_measured(card_file: Path) -> None:
     assert (model["vision_layers"], model["config_vision_layers"]) == (2, 4)
 
     speed = card["speed"]
-    assert speed["work"]["rows"] == TIMED_ROWS * TIMED_STEPS and speed["tokens_per_s_per_rank"] > 0
+    # Rows are nearly full, and each has images.
+    tokens = speed["tokens_per_s_per_rank"] * speed["step_s"]
+    assert 0.7 * TIMED_ROWS * 512 < tokens <= TIMED_ROWS * 512 and speed["images_per_s"] > 0
 
     curve = card["curve"]
     assert curve["dtype"] == "float32" and curve["optimizer"]["lr"] == LR

@@ -572,12 +572,12 @@ def test_answers_to_a_split_with_boxes_have_an_iou(family: str, drawn: Path, tmp
     """The small model answers no box. Of the first sample, the text around its box is the family's."""
     hf, out = tiny_checkpoint(family), tmp_path / "answers.jsonl"
     config = TrainConfig(data=DataConfig(path=str(drawn)), eval=EvalConfig(split="train", answers=3))
-    line = answer_dataset(Answerer(hf, config.data, (4, 4)), config, out, print)
+    line = answer_dataset(Answerer(hf, config.data, (4, 4)), config, out)
     assert line == "0 of 3 answers (0.0%) equal their reference; mean IoU of 3 boxes 0.000"
     answers = [json.loads(answer) for answer in out.read_text().splitlines()]
     assert [answer["iou"] for answer in answers] == 3 * [[0.0]]
     repeats = RepeatsReference(hf, config.data, (4, 4))
-    line = answer_dataset(repeats, config, tmp_path / "repeated.jsonl", print)
+    line = answer_dataset(repeats, config, tmp_path / "repeated.jsonl")
     assert line == "3 of 3 answers (100.0%) equal their reference; mean IoU of 3 boxes 1.000"
     first = "(389,200),(722,567)" if family == "qwen2_vl" else "[142, 62, 263, 175]"
     assert answers[0]["reference"] == f"It is {first}."

@@ -7,9 +7,9 @@ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TOKENIZERS_PARALLELISM=f
 shape=tests/hf_configs/Qwen2.5-VL-7B-Instruct.json
 mkdir -p "$out"
 
-bench() { # NAME, then options of toolkit.bench
+bench() { # NAME, then options of bench
   local name=$1; shift
-  timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m toolkit.bench --model.hf $shape \
+  timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m toolkit bench --model.hf $shape \
     --data.seq_len 8192 --timed 3 "$@" > "$out/bench_$name.log" 2>&1
   echo "== bench $name: exit $?"
   grep -q parameters "$out/bench_$name.log" && sed -n '/parameters/,$p' "$out/bench_$name.log" || grep -E "Error" "$out/bench_$name.log" | sort | uniq -c | head -5

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Speed on one machine, ours and that of transformers under FSDP2 in one call: bash tests/gpu/bench.sh OUT GPUS [ROWS_A_GPU] [OPTIONS OF OURS ...]
-# 7B shape, rows of 8192 tokens, images and text. Writes OUT/ours.json, OUT/fsdp2.json and logs; prints both tables and the ratio.
+# 7B shape, rows of images of 8192 tokens. Writes OUT/ours.json, OUT/fsdp2.json and logs; prints both tables and the ratio.
 set -uo pipefail
 out=$1 gpus=$2 rows=${3:-4}
 shift $(($# < 3 ? $# : 3))
@@ -11,7 +11,7 @@ mkdir -p "$out"
 
 bench() { # NAME, module, then its options
   local name=$1 module=$2 start=$SECONDS; shift 2
-  timeout "$limit" "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m "$module" --model.hf "$config" \
+  timeout "$limit" "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m $module --model.hf "$config" \
     --data.seq_len "$seq_len" --global_batch_size $((rows * gpus)) --timed "$timed" \
     --out "$out/$name.json" "$@" > "$out/$name.log" 2>&1
   local code=$?
@@ -20,7 +20,7 @@ bench() { # NAME, module, then its options
   return $code
 }
 
-bench ours toolkit.bench "$@"; ours=$?
+bench ours "toolkit bench" "$@"; ours=$?
 given=()
 if [ $ours = 0 ]; then given=(--ours "$out/ours.json"); fi
 bench fsdp2 benchmarks.fsdp2 "${given[@]}"; fsdp2=$?

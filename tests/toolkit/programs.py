@@ -70,7 +70,7 @@ def busiest_experts(hf: str) -> list[float]:
 
     shape = "--data.seq_len 256 --global_batch_size 1 --dtype float32 --platform cpu"
     words = f"--data.path synthetic:text --even-routing --timed 1 {shape}".split()
-    bench_run = parse_bench_options(["--model.hf", hf, *words], warm_up=1, part_steps=0)
+    bench_run = parse_bench_options(["--model.hf", hf, *words])
     train(bench_run.config, bench_run.spec, [Indifferent(bench_run)])
     return [float(load.max() / load.float().mean()) for load in loads]
 

@@ -18,6 +18,7 @@ from megatron_vl.spec.positions import GridTHW
 from megatron_vl.system.errors import UserError
 from tests.converters.peft_models import all_targets, peft_folder
 from toolkit.cli import main
+from toolkit.data.statistics import escape_unprintable
 from toolkit.demo.demo_data import write_raw_data
 from toolkit.demo.reference import DemoReference, read_sharegpt_sample
 from toolkit.generate.answers import Answerer, exported_folder, split_at_answer
@@ -105,7 +106,7 @@ def test_generate_thinks_as_the_template_is_asked_to(
     }
     answer = greedy_answer(reference, record, media, enable_thinking=thinking == "on")
     # No tiny model closes the block within a few tokens.
-    shown = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in answer)
+    shown = escape_unprintable(answer)
     assert printed.out == ("\n" if thinking == "on" else f"{shown}\n")
     assert (f"<think>\n{shown.strip()}\n</think>\n" in printed.err) == (thinking == "on")
 
@@ -115,29 +116,27 @@ def folder_tensors(hf: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in hf.glob("*.safetensors")}
 
 
-def test_generate_exports_a_run_once(tiny_checkpoint: Any, tmp_path: Path) -> None:
+def test_generate_exports_a_run_once(tiny_checkpoint: Any, tmp_path: Path, capsys: Any) -> None:
     """The export is found again by the digest of the weights; other weights of the step replace it."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     step = tmp_path / "run" / "step_00000004"
     convert_weights(hf, step / "weights", {"tp": 2})
-    lines: list[str] = []
-    for checkpoint in (step, step):
-        assert exported_folder(checkpoint, str(hf), lines.append) == tmp_path / "run" / "hf" / step.name
-    assert len(lines) == 1
+    for _ in range(2):
+        assert exported_folder(step, str(hf)) == tmp_path / "run" / "hf" / step.name
+    assert capsys.readouterr().err.count("exporting step 4 to") == 1
     assert folder_tensors(tmp_path / "run" / "hf" / step.name) == folder_tensors(hf)
 
     other = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, seed=1)
     shutil.rmtree(step / "weights")
     convert_weights(other, step / "weights")
-    exported = exported_folder(step, str(hf), lines.append)
-    assert len(lines) == 2
+    exported = exported_folder(step, str(hf))
     assert folder_tensors(exported) == folder_tensors(other)
 
     with pytest.raises(UserError, match="give --model.hf"):
-        exported_folder(step, "", lines.append)
+        exported_folder(step, "")
     convert_weights(hf, tmp_path / "weights")
     with pytest.raises(UserError, match="Megatron weights of no run"):
-        exported_folder(tmp_path / "weights", str(hf), lines.append)
+        exported_folder(tmp_path / "weights", str(hf))
 
 
 def test_generate_merges_the_adapters_of_a_run(tiny_checkpoint: Any, tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_generate_merges_the_adapters_of_a_run(tiny_checkpoint: Any, tmp_path: P
     peft_folder(tmp_path / "adapter", hf, lora_alpha=40, **all_targets(hf))
     step = tmp_path / "run" / "step_00000004"
     convert_adapter(tmp_path / "adapter", hf, step / "weights", {"tp": 2})
-    merged = exported_folder(step, str(hf), [].append)
+    merged = exported_folder(step, str(hf))
     export_weights(tmp_path / "adapter", hf, tmp_path / "merged", merges_adapter=True)
     assert folder_tensors(merged) == folder_tensors(tmp_path / "merged") != folder_tensors(hf)
 

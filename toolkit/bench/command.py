@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import os
+
+from megatron_vl.config import validate_config
 from megatron_vl.data.source.location import check_data_path
-from megatron_vl.estimate.split import run_layout
+from megatron_vl.train import run_rank
 from toolkit.common.launch import run_group, usable_gpus
 
-from .options import BenchOptions, resolve_bench_run
+from .options import BenchOptions, BenchRun, parse_bench_options
 
 
 def bench(options: BenchOptions) -> int:
-    """Starts the ranks, which show the figures. Returns the exit code."""
-    run = resolve_bench_run(options)
-    data_config = run.workloads.get("data")
-    if data_config:  # before anything heavy is imported
-        check_data_path(data_config.path)
+    """Starts the ranks, or is one of them, as torchrun starts it. Returns the exit code."""
+    run = parse_bench_options(options.words)
+    if "RANK" in os.environ:
+        return run_rank(lambda: _measure(run))
     world_size = options.nproc_per_node or usable_gpus() or 1
-    run_layout(run.config, run.spec, world_size)
-    on_cpu = run.config.platform == "cpu" or not usable_gpus(world_size)
-    if data_config:
+    validate_config(run.config, world_size)
+    if not run.data.is_synthetic:
+        check_data_path(run.data.path)
         from megatron_vl.training.missing_sizes import write_missing_sizes_alone
 
-        write_missing_sizes_alone(data_config, run.config.model.hf)
-    # The ranks parse the same options again.
-    return run_group("toolkit.bench", options.words, world_size, show="all", on_cpu=on_cpu).returncode
+        write_missing_sizes_alone(run.data, run.config.model.hf)
+    on_cpu = run.config.platform == "cpu" or not usable_gpus(world_size)
+    return run_group("toolkit", ["bench", *options.words], world_size, show="all", on_cpu=on_cpu).returncode
+
+
+def _measure(run: BenchRun) -> None:
+    from .measure import measure_benchmark
+
+    measure_benchmark(run)

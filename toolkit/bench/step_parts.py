@@ -14,9 +14,10 @@ that the host never waits for them. Waits for other ranks count for the part tha
 
 from __future__ import annotations
 
-import statistics
+import contextlib
 import time
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.training.trainer import Trainer
 
 MEASURED_PARTS = ("data", "vision recompute", "vision exchange", "gradient finalisation", "optimizer")
 CORE_SPANS = {"forward-compute": "chunk forward", "backward-compute": "chunk backward"}
 """The span of each of core's timers; there are others."""
 DECOUPLED_SPANS = {
-    "forward": "tower forward",
+    "forward": "vision forward",
     "run_forward_again": "vision recompute",
-    "backward_call": "tower backward",
+    "backward_call": "vision backward",
     "to_first": "vision exchange",
     "to_owners": "vision exchange",
     "reduce": "gradient finalisation",
@@ -41,102 +43,79 @@ DECOUPLED_SPANS = {
 
 
 class PartTimer:
-    """Named spans of the steps of a rank, on the device's own clock. It notes them while it is running."""
+    """Named spans of a rank on the device's own clock. They are noted while the span ``step`` is open."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.on_cuda, self.is_running = trainer.platform.name == "cuda", False
+        self.on_cuda = trainer.platform.name == "cuda"
         self.spans: list[tuple[str, Any, Any]] = []
         self.open_spans: dict[str, Any] = {}
         first_chunk = trainer.model_chunks[0].module
         first_chunk.config.timers = self  # core's schedules begin and end the passes of chunks
-        self.time_method(first_chunk.config, "finalize_model_grads_func", "gradient finalisation")
-        self.time_method(trainer.optimizer, "prepare_grads", "optimizer")
-        self.time_method(trainer.optimizer, "step_with_ready_grads", "optimizer")
-        for method, name in DECOUPLED_SPANS.items() if first_chunk.decoupled is not None else ():
-            self.time_method(first_chunk.decoupled, method, name)
-        for chunk in trainer.model_chunks:
-            if chunk.module.vision_model is not None:
-                self._time_tower(chunk.module.vision_model)
+        self._time_method(trainer.batches, "next_batch", "data")
+        self._time_method(first_chunk.config, "finalize_model_grads_func", "gradient finalisation")
+        self._time_method(trainer.optimizer, "prepare_grads", "optimizer")
+        self._time_method(trainer.optimizer, "step_with_ready_grads", "optimizer")
+        self.runs_in_chunk = first_chunk.decoupled is None
+        for method, name in () if self.runs_in_chunk else DECOUPLED_SPANS.items():
+            self._time_method(first_chunk.decoupled, method, name)
+        if first_chunk.vision_model is not None:
+            self._time_tower(first_chunk.vision_model)
 
     def __call__(self, name: str, log_level: int = 0) -> SimpleNamespace:
         """The timer that core asks for."""
         span = CORE_SPANS.get(name, "")
-        return SimpleNamespace(start=lambda **_: self._begin(span), stop=lambda **_: self._end(span))
+        return SimpleNamespace(start=lambda **_: self.begin(span), stop=lambda **_: self.end(span))
 
-    def begin_step(self) -> None:
-        """Begins a step on all ranks at once. Collective."""
-        dist.barrier()
-        self.is_running = True
-        self._begin("step")
-
-    def end_step(self) -> None:
-        self._end("step")
-        self.is_running = False
-
-    def _begin(self, name: str) -> None:
+    def begin(self, name: str) -> None:
         # A span may have begun already: a tower has several outputs.
-        if self.is_running and name and name not in self.open_spans:
+        if name and name not in self.open_spans and (name == "step" or "step" in self.open_spans):
             self.open_spans[name] = self._timestamp()
 
-    def _end(self, name: str) -> None:
+    def end(self, name: str) -> None:
         if (start := self.open_spans.pop(name, None)) is not None:
             self.spans.append((name, start, self._timestamp()))
 
     def _timestamp(self) -> Any:
-        if not self.on_cuda:
-            return time.perf_counter()
-        cuda_event = torch.cuda.Event(enable_timing=True)
-        cuda_event.record()
-        return cuda_event
+        stream = torch.cuda.current_stream() if self.on_cuda else None
+        return stream.record_event(torch.cuda.Event(enable_timing=True)) if stream else time.perf_counter()
 
-    def time_method(self, owner: Any, method: str, name: str) -> None:
+    @contextlib.contextmanager
+    def _span(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        yield
+        self.end(name)
+
+    def _time_method(self, owner: Any, method: str, name: str) -> None:
         """Times the calls of a method of this instance."""
-        function = getattr(owner, method)
-
-        def timed_call(*args: Any, **keywords: Any) -> Any:
-            self._begin(name)
-            result = function(*args, **keywords)
-            self._end(name)
-            return result
-
-        setattr(owner, method, timed_call)
+        setattr(owner, method, self._span(name)(getattr(owner, method)))
 
     def _time_tower(self, tower: nn.Module) -> None:
-        """Times both passes of a tower. The backward pass ends with the gradient of its first trained
-        parameter."""
+        """Times both passes of a tower, the second up to the gradient of its first trained parameter."""
 
-        def end_forward(_module: Any, _args: Any, output: Any) -> None:
-            self._end("vision forward")
+        def time_backward(_module: Any, _args: Any, output: Any) -> None:
             for tensor in output if isinstance(output, (list, tuple)) else [output]:
-                if self.is_running and isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: self._begin("vision backward"))
+                if "step" in self.open_spans and isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.begin("vision backward"))
 
-        tower.register_forward_pre_hook(lambda *_: self._begin("vision forward"))
-        tower.register_forward_hook(end_forward)
+        self._time_method(tower, "forward", "vision forward")
+        tower.register_forward_hook(time_backward)
         first_trained = next((weight for weight in tower.parameters() if weight.requires_grad), None)
         if first_trained is not None:
-            first_trained.register_post_accumulate_grad_hook(lambda _: self._end("vision backward"))
+            first_trained.register_post_accumulate_grad_hook(lambda _: self.end("vision backward"))
 
-    def mean_parts(self, stage: int, num_steps: int) -> list[dict[str, float]]:
-        """The mean seconds of each part of a step on the ranks of each pipeline stage, of which this rank's
-        is ``stage``. The device must have finished. Collective."""
-        seconds: Counter[str] = Counter()
+    def mean_parts(self, grid: ProcessGrid, num_steps: int) -> list[dict[str, float]]:
+        """The mean seconds of each part of a step on the ranks of each pipeline stage; they add up to the
+        step. The device must have finished. Collective."""
+        spans: Counter[str] = Counter()
         for name, start, end in self.spans:
-            seconds[name] += (start.elapsed_time(end) / 1e3 if self.on_cuda else end - start) / num_steps
-        self.spans = []
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (stage, split_into_parts(seconds)))
-        by_stage = [[parts for at, parts in found if at == n] for n in sorted({at for at, _ in found})]
-        return [
-            {name: statistics.mean(parts[name] for parts in ranks) for name in ranks[0]} for ranks in by_stage
-        ]
-
-
-def split_into_parts(spans: Counter[str]) -> dict[str, float]:
-    """The seconds of each part on one rank. They add up to the step."""
-    parts = {name: float(spans[name]) for name in MEASURED_PARTS}
-    # A tower inside a chunk is part of the chunk's span; a tower on every rank is not.
-    for way in ("forward", "backward"):
-        parts[f"language {way}"] = spans[f"chunk {way}"] - spans[f"vision {way}"]
-        parts[f"vision {way}"] = spans[f"vision {way}"] + spans[f"tower {way}"]
-    return parts | {"idle": spans["step"] - sum(parts.values())}
+            spans[name] += (start.elapsed_time(end) / 1e3 if self.on_cuda else end - start) / num_steps
+        parts = {name: float(spans[name]) for name in MEASURED_PARTS}
+        for way in ("forward", "backward"):
+            # A tower inside a chunk is part of the chunk's span; a tower on every rank is not.
+            parts[f"language {way}"] = spans[f"chunk {way}"] - self.runs_in_chunk * spans[f"vision {way}"]
+            parts[f"vision {way}"] = float(spans[f"vision {way}"])
+        parts["idle"] = spans["step"] - sum(parts.values())
+        found: list[Any] = [None] * grid.world_size
+        dist.all_gather_object(found, (grid.pp_rank, parts))
+        ranks_of_stage = [[each for at, each in found if at == stage] for stage in range(grid.pp)]
+        return [{name: sum(each[name] for each in of) / len(of) for name in parts} for of in ranks_of_stage]

@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.data.source.location import check_data_path
 from megatron_vl.system.errors import UsageError
 from megatron_vl.system.plurals import pluralize
@@ -20,9 +20,6 @@ from .options import DataConvertOptions, DataIndexOptions, DataShowOptions
 if TYPE_CHECKING:
     from data_tools.convert import DataReport
     from megatron_vl.spec.families import ModelSpec
-
-TOO_MANY_QUARANTINED = 3
-"""Exit code. 1 means failure, 2 an invalid command line."""
 
 
 def convert(command_options: DataConvertOptions) -> int:
@@ -61,7 +58,7 @@ def convert(command_options: DataConvertOptions) -> int:
             " more",
             file=sys.stderr,
         )
-        return TOO_MANY_QUARANTINED
+        return 3  # 1 means failure, 2 an invalid command line
     return 0
 
 
@@ -94,16 +91,12 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     for text, count in notes.items():
         if count:
             print(f"  {count} {text}")
-    print("  `megatron-vl data index` checks that a chat template writes the whole text of each sample")
 
 
 def _read_run(run_args: list[str], new_dataset: Path | None = None) -> TrainConfig:
     """The run whose data set is read, or written. Raises UsageError or RunConfigError, before torch is
     imported, if fields are missing or wrong."""
-    try:
-        config = parse_config([*run_args, *(["--data.path", str(new_dataset)] if new_dataset else [])])
-    except RunConfigError as error:
-        raise UsageError(str(error)) from error
+    config = parse_config([*run_args, *(["--data.path", str(new_dataset)] if new_dataset else [])])
     given = {"data.path": config.data.path, "model.hf": config.model.hf}
     if missing := [f"--{name}" for name, value in given.items() if not value]:
         raise UsageError(f"give {' and '.join(missing)}, or a run with --config")
@@ -123,11 +116,8 @@ def index(options: DataIndexOptions) -> int:
     if options.out is not None:
         _index_tars(options, config, spec, num_workers)
     for result in index_datasets(config.data, spec, config.model.hf, num_workers):
-        unusable_text = ""
-        if result.unusable:
-            counts = Counter(result.reasons).most_common()
-            reasons = ", ".join(f"{count} {reason}" for reason, count in counts)
-            unusable_text = f", {result.unusable} of them unusable ({reasons}),"
+        reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(result.reasons).most_common())
+        unusable_text = f", {result.unusable} of them unusable ({reasons})," if result.unusable else ""
         time_text = f"in {result.seconds:.1f} s" if result.seconds else "were there"
         print(
             f"{result.path}: sizes of {result.samples} samples{unusable_text} and "
@@ -174,7 +164,7 @@ def show(options: DataShowOptions) -> int:
         else:
             print_sample(sample)
         if options.html:
-            write_page(config, encoder, options.html, {"quarantined": {}}, {}, [sample])
+            write_page(encoder, options.html, {"quarantined": {}}, {}, [sample])
         return 1 if sample.problem else 0
 
     index_datasets(config.data, encoder.spec, config.model.hf, available_cores())  # what has no sizes yet
@@ -186,5 +176,5 @@ def show(options: DataShowOptions) -> int:
     else:
         print_facts(facts)
     if options.html:
-        write_page(config, encoder, options.html, facts, statistics, [])
+        write_page(encoder, options.html, facts, statistics, [])
     return 0

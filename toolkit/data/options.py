@@ -41,9 +41,6 @@ class DataConvertOptions(RecordOptions):
     """Convert part I (from 0) of N of the records into a data set of its own, OUT/part-I-of-N. OUT with all
     parts is read as one data set. Ids are compared within a part."""
 
-    def check(self) -> None:
-        self.part_numbers()
-
     def part_numbers(self) -> tuple[int, int]:
         """(I, N); (0, 1) for everything. Raises UsageError."""
         index, _, count = (self.part or "0/1").partition("/")
@@ -80,10 +77,8 @@ class DataIndexOptions(CommandOptions):
     """Processes."""
 
     def check(self) -> None:
-        if bool(self.input) != (self.out is not None):
+        if bool(self.input) != (self.out is not None) or (self.members and not self.input):
             raise UsageError("a data set of tars needs --input and --out")
-        if self.members and not self.input:
-            raise UsageError("--members belongs to a data set of tars: give --input")
 
 
 @dataclass(kw_only=True)

@@ -15,20 +15,12 @@ from torch import Tensor
 
 from data_tools.sample_sources import SampleSource
 from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, describe_values
-from megatron_vl.config import TrainConfig
 from megatron_vl.data.row_encoder import RowEncoder
-from megatron_vl.system import durable_files
 from megatron_vl.system.errors import naming_file
 from toolkit.common.html_templates import template_environment
 
 from .sample_view import SampleView, view_sample
-from .statistics import (
-    escape_unprintable,
-    facts_sentences,
-    facts_tables,
-    format_number,
-    quarantine_sentences,
-)
+from .statistics import escape_unprintable, facts_sentences, format_number, quarantine_sentences
 
 SAMPLES_SHOWN = 12
 """Samples of each split."""
@@ -37,38 +29,30 @@ MAX_MEDIA_SHOWN = 8
 MAX_IMAGE_SIDE = 360
 """Pixels on the page."""
 BOX_COLOUR = "blue"
-MAX_PIECE_CHARACTERS = 4000
-"""Of a longer text, the middle is left out."""
 MAX_BARS = 30
 
 
 def write_page(
-    config: TrainConfig,
     encoder: RowEncoder,
     html_path: Path,
     facts: dict[str, Any],
     statistics: dict[str, DatasetStatistics],
     samples: list[SampleView],
 ) -> None:
-    """Writes a page. Text from the data is escaped, and characters that cannot be seen are spelled out.
-
-    Args:
-        facts: those of the data set (:func:`~toolkit.data.statistics.dataset_facts`).
-        samples: those of ``statistics`` are added.
+    """Writes a page with the facts of :func:`~toolkit.data.statistics.dataset_facts`, ``samples``, and some
+    samples of each split. Text from the data is escaped, and characters that cannot be seen are spelled out.
     """
     splits = {}
     for split, counted in statistics.items():
         bars = {name: histogram_bars(*counted.sample_quantity(name)) for name in SAMPLE_QUANTITIES}
-        splits[split] = {
-            "tables": facts_tables(facts["splits"][split]),
-            "sentences": facts_sentences(facts["splits"][split]),
-            "charts": {f"{name} of a sample": shares for name, shares in bars.items() if shares},
-        }
+        charts = {f"{name} of a sample": shares for name, shares in bars.items() if shares}
+        split_of_facts = facts["splits"][split]
+        splits[split] = split_of_facts | {"sentences": facts_sentences(split_of_facts), "charts": charts}
         samples += [view_sample(encoder, *chosen) for chosen in choose_samples(counted)]
     environment = template_environment(Path(__file__).parent)
-    environment.filters["printable"] = _printable
+    environment.filters |= {"printable": escape_unprintable, "number": format_number}
     page = environment.get_template("page.html.jinja").render(
-        path=str(config.data.path),
+        path=str(encoder.data_config.path),
         splits=splits,
         samples=samples,
         images=_frame_images,
@@ -77,15 +61,7 @@ def write_page(
     )
     with naming_file(html_path):
         html_path.parent.mkdir(parents=True, exist_ok=True)
-        durable_files.write_file(html_path, (page + "\n").encode(errors="backslashreplace"))
-
-
-def _printable(value: object) -> str:
-    text = str(value)
-    if len(text) > MAX_PIECE_CHARACTERS:
-        half = MAX_PIECE_CHARACTERS // 2
-        text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
-    return "\n".join(map(escape_unprintable, text.split("\n")))
+        html_path.write_text(page + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]) -> list[tuple[float, str]]:

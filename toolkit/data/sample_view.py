@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import groupby, zip_longest
 from typing import Any
 
 from rich.console import Console
@@ -82,13 +82,12 @@ def find_sample(data_path: DataPath, sample_key: str) -> tuple[SampleSource, int
         LoaderError: there is no such sample, or several sources have it.
     """
     found, sample_key = {}, re.sub(r"#\d+$", "", sample_key)
-    for split in list_splits(data_path):
-        for source in read_sources(data_path, split):
-            if (sample_index := source.find_sample(sample_key)) is not None:
-                shard_name, position = source.shard_position(sample_index)
-                found[f"{source.dataset.path}/{shard_name}[{position}]"] = source, sample_index
+    for source in itertools.chain(*(read_sources(data_path, split) for split in list_splits(data_path))):
+        if (sample_index := source.find_sample(sample_key)) is not None:
+            shard_name, position = source.shard_position(sample_index)
+            found[f"{source.dataset.path}/{shard_name}[{position}]"] = source, sample_index
     if len(found) != 1:
-        several = f"several: {', '.join(found)}; name one, with its --data" if found else "none"
+        several = f"several: {', '.join(found)}; name one, with its --data.path" if found else "none"
         raise LoaderError(f"{data_path} has no single sample {sample_key}, but {several}")
     return next(iter(found.values()))
 
@@ -113,7 +112,7 @@ def view_sample(encoder: RowEncoder, source: SampleSource, sample_index: int) ->
 
     names = original_media_names(source.dataset.path, raw_sample.key)[: len(encoded.media)]
     settings = encoder.pixel_settings
-    media = zip_longest(encoded.media, encoded.grids, decoded.media_items, names)
+    media = itertools.zip_longest(encoded.media, encoded.grids, decoded.media_items, names)
     for i, (item, grid, medium, name) in enumerate(media):
         view.pixels.append(None if view.problem else planes_to_pixels(medium.planes, grid, settings))
         facts = {
@@ -144,31 +143,30 @@ def split_turns(token_ids: Tensor, loss_mask: Tensor, encoder: RowEncoder) -> li
     tokenizer, spec = encoder.chat_encoder.tokenizer, encoder.spec
     start_token = tokenizer.convert_tokens_to_ids("<|im_start|>")
     placeholders = {spec.image_token_id: "image", spec.video_token_id: "video"}
-    turn_numbers = (token_ids == start_token).cumsum(0).tolist()
-    turns: list[dict[str, Any]] = []
-    marked_tokens = zip(turn_numbers, loss_mask.tolist(), token_ids.tolist(), strict=True)
-    for _, turn_tokens in groupby(marked_tokens, key=lambda marked: marked[0]):
-        role, pieces = "", list[tuple[str, Any]]()
-        marked_pieces = groupby(turn_tokens, key=lambda marked: (marked[1], placeholders.get(marked[2])))
-        for (is_trained, placeholder), group in marked_pieces:
-            piece_ids = [token_id for _, _, token_id in group]
-            text = f"[{placeholder}: {len(piece_ids):,} tokens]"
-            if placeholder is None:
-                text = tokenizer.decode(piece_ids, clean_up_tokenization_spaces=False)
-            if not pieces and text.startswith("<|im_start|>"):
-                role, _, text = text.removeprefix("<|im_start|>").partition("\n")
-            pieces.append((text, is_trained))
-        turns.append({"role": role, "pieces": pieces})
-    return turns
+    turn_numbers, ids = (token_ids == start_token).cumsum(0).tolist(), token_ids.tolist()
+    marks = zip(turn_numbers, loss_mask.tolist(), map(placeholders.get, ids), strict=True)
+    turns: dict[int, dict[str, Any]] = {}
+    marked_ids = zip(marks, ids, strict=True)
+    for (number, is_trained, placeholder), group in itertools.groupby(
+        marked_ids, key=lambda marked: marked[0]
+    ):
+        piece_ids = [token_id for _, token_id in group]
+        text = f"[{placeholder}: {len(piece_ids):,} tokens]"
+        if placeholder is None:
+            text = tokenizer.decode(piece_ids, clean_up_tokenization_spaces=False)
+        turn = turns.setdefault(number, {"role": "", "pieces": []})
+        if not turn["pieces"] and text.startswith("<|im_start|>"):
+            turn["role"], _, text = text.removeprefix("<|im_start|>").partition("\n")
+        turn["pieces"].append((text, is_trained))
+    return list(turns.values())
 
 
 def print_sample(sample: SampleView) -> None:
     """Prints a sample; what is trained on is green."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
 
     def print_text(text: str, style: str = "", end: str = "\n") -> None:
-        lines = "\n".join(map(escape_unprintable, text.split("\n")))
-        console.print(Text(lines, style=style), soft_wrap=True, end=end)
+        console.print(Text(escape_unprintable(text), style=style), end=end)
 
     print_text(f"sample {sample}")
     if sample.problem:

@@ -10,12 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data_tools.statistics import (
-    SAMPLE_QUANTITIES,
-    DatasetStatistics,
-    describe_pass,
-    describe_values,
-)
+from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, describe_pass, describe_values
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.source.location import Location
 from megatron_vl.system.plurals import pluralize
@@ -24,56 +19,41 @@ from megatron_vl.system.plurals import pluralize
 def split_facts(config: TrainConfig, counted: DatasetStatistics) -> dict[str, Any]:
     """What a split holds, as JSON values. Sums are those of usable samples. A sample of a mixture counts
     in the distributions as often as training draws it."""
-    counted.check_usable()
-    sources = {}
-    for each in counted.sources:
-        sources[each.source.name] = {
-            "share": round(each.source.share, 6),
-            "samples": len(each.source),
-            "usable": each.num_usable,
-            **{name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES},
-            "turns": each.assistant_turns,
-        }
     return {
+        "pass": counted.pass_facts(config.global_batch_size),  # it raises if no sample is usable
         "samples": counted.num_samples,
         "usable": counted.num_usable,
-        "sources": sources,
+        "sources": {
+            each.source.name: {
+                "share": round(each.source.share, 6),
+                "samples": len(each.source),
+                "usable": each.num_usable,
+                **{name: int(each.sizes[name][each.usable_mask].sum()) for name in SAMPLE_QUANTITIES},
+                "turns": each.assistant_turns,
+            }
+            for each in counted.sources
+        },
         "distributions": {
             f"{name} of a sample": describe_values(*counted.sample_quantity(name))
             for name in SAMPLE_QUANTITIES
         },
-        "pass": counted.pass_facts(config.global_batch_size),
         "left_out": dict(counted.left_out_reasons()),
         "tokens": counted.token_counts(),
     }
 
 
-def facts_tables(facts: dict[str, Any]) -> list[dict[str, dict[str, str]]]:
-    """The tables of a split's facts: name of a line -> head of a column -> cell."""
-    tables = []
-    for lines in (facts["sources"], facts["distributions"]):
-        table = {}
-        for name, values in lines.items():
-            cells = {head: format_number(value) for head, value in values.items()}
-            table[name] = cells | ({"share": f"{values['share']:.2%}"} if "share" in values else {})
-        tables.append(table)
-    return tables
-
-
 def facts_sentences(facts: dict[str, Any]) -> list[str]:
     """What tables cannot say: how long a pass is, and what is missing."""
-    sentences = [describe_pass(facts["pass"])]
-    tokens = facts["tokens"]
-    if (cut := tokens["cut"])["samples"]:
-        samples, parts, lost = (
-            pluralize(f"{cut[name]:,}", name.split("_")[-1][:-1])
-            for name in ("samples", "parts", "lost_exchanges")
-        )
-        lost_text = f"; {lost} with {cut['lost_tokens']:,} tokens left out" if cut["lost_exchanges"] else ""
-        sentences.append(
-            f"cut: {samples} into {parts} with {cut['tokens']:,} tokens{lost_text}; {tokens['whole']:,}"
-            " tokens are in samples that are whole"
-        )
+    sentences, tokens, cut = [describe_pass(facts["pass"])], facts["tokens"], facts["tokens"]["cut"]
+
+    def count_of(name: str) -> str:
+        return pluralize(f"{cut[name]:,}", name.removeprefix("lost_").removesuffix("s"))
+
+    if cut["samples"]:
+        cut_text = f"cut: {count_of('samples')} into {count_of('parts')} with {cut['tokens']:,} tokens"
+        if cut["lost_exchanges"]:
+            cut_text += f"; {count_of('lost_exchanges')} with {cut['lost_tokens']:,} tokens left out"
+        sentences.append(f"{cut_text}; {tokens['whole']:,} tokens are in samples that are whole")
     for reason, count in facts["left_out"].items():
         lost_tokens = tokens["left_out"].get(reason)
         tokens_text = f", {lost_tokens:,} tokens" if lost_tokens else ""
@@ -103,10 +83,10 @@ def print_facts(facts: dict[str, Any]) -> None:
     for split, split_of_facts in facts["splits"].items():
         samples, usable = split_of_facts["samples"], split_of_facts["usable"]
         print_line(f"{facts['data']}: {samples:,} samples of {split}, {usable:,} usable")
-        for lines in facts_tables(split_of_facts):
+        for lines in (split_of_facts["sources"], split_of_facts["distributions"]):
             table = Table("", *next(iter(lines.values())))
-            for name, cells in lines.items():
-                table.add_row(escape_unprintable(name), *cells.values())
+            for name, values in lines.items():
+                table.add_row(escape_unprintable(name), *map(format_number, values.values()))
             console.print(table)
         for sentence in facts_sentences(split_of_facts):
             print_line(sentence)
@@ -138,9 +118,7 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
-def escape_unprintable(text: str) -> str:
-    """Spells out characters that a terminal or a page would act on or hide.
-
-    These are control characters, and marks that change the direction of writing.
-    """
-    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+def escape_unprintable(text: object) -> str:
+    """Spells out characters that a terminal or a page would act on or hide: control characters but ends of
+    lines and tabs, and marks that change the direction of writing."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in str(text))

@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,9 @@ THINK = {"on": True, "off": False, None: None}
 """``--thinking`` as the chat template's switch."""
 
 
-def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]) -> Path:
-    """The Hugging Face folder of a checkpoint. A run's step is exported, unless it already is.
-
-    Adapters of a run with LoRA are merged into the weights of ``hf``. The export is found again by the digest
-    of the step's weights.
-
-    Raises:
-        UserError: ``checkpoint`` is neither a Hugging Face folder nor a run; or ``hf`` is missing.
+def exported_folder(checkpoint: Path, hf: str) -> Path:
+    """The Hugging Face folder of a checkpoint. A run's step is exported, with its adapters merged into the
+    weights of ``hf``, unless the run's folder has an export of the same digest. Raises UserError.
     """
     if (checkpoint / "config.json").is_file():
         return checkpoint
@@ -67,7 +63,7 @@ def exported_folder(checkpoint: Path, hf: str, print_line: Callable[[str], None]
     if reader.lora.rank:  # the run's own export of adapters is PEFT's files
         export_dir = export_dir.with_name(f"{export_dir.name}_merged")
     if read_export_facts(export_dir).get("weights") != reader.manifest["digest"]:
-        print_line(f"exporting step {step} to {export_dir}")
+        print(f"exporting step {step} to {export_dir}", file=sys.stderr, flush=True)
         facts, merges = {"step": step}, bool(reader.lora.rank)
         export_step(ExportJob(str(step_dir), hf, str(export_dir), os.getpid(), True, facts, merges))
     return export_dir
@@ -109,8 +105,7 @@ class Answerer:
     def model_inputs(self, prompt: TokenizedSample) -> dict[str, Tensor]:
         """Keyword arguments of the model, which computes the positions itself: those of an answer too."""
         inputs = hf_inputs([prompt], self.encoder.spec, self.pixel_norm, str(self.model.device))
-        inputs.pop("position_ids", None)
-        return inputs
+        return {name: tensor for name, tensor in inputs.items() if name != "position_ids"}
 
     @torch.no_grad()
     def answer(self, prompt: TokenizedSample) -> tuple[GeneratedAnswer, str]:
@@ -138,15 +133,9 @@ def encode_prompt(encoder: SampleEncoder, options: GenerateOptions) -> Tokenized
     return encoder.encode_prompt([{"role": "user", "content": content}], media, THINK[options.thinking])
 
 
-def answer_dataset(
-    answerer: Answerer, config: TrainConfig, out_path: Path, print_line: Callable[[str], None]
-) -> str:
-    """Answers samples of ``data.path`` and ``eval.split``, and writes a line of JSON for each.
-
-    They are all of them, or the first ``eval.answers``.
-
-    Returns:
-        A line with the share of answers that equal their reference, and the mean IoU of boxes.
+def answer_dataset(answerer: Answerer, config: TrainConfig, out_path: Path) -> str:
+    """Answers all samples of ``eval.split``, or the first ``eval.answers``, and writes a line of JSON for
+    each. Returns a line with the share of answers that equal their reference, and the mean IoU of boxes.
     """
     partial_path = out_path.with_name(f"{out_path.name}.partial")  # of an answering that was killed, too
     partial_path.unlink(missing_ok=True)
@@ -171,15 +160,14 @@ def answer_dataset(
         answered += 1
         equal += answer.strip() == reference.strip()
         if answered % 20 == 0:
-            print_line(f"{answered} answers")
+            print(f"{answered} answers", file=sys.stderr, flush=True)
     reasons = "".join(f"; {count} left out: {reason}" for reason, count in left_out.items())
     if not answered:
         raise UserError(f"{config.data.path}: no sample of {config.eval.split} can be answered{reasons}")
     partial_path.replace(out_path)
     boxes_text = f"; mean IoU of {len(ious)} boxes {sum(ious) / len(ious):.3f}" if ious else ""
-    return (
-        f"{equal} of {answered} answers ({equal / answered:.1%}) equal their reference{boxes_text}{reasons}"
-    )
+    share_text = f"{equal} of {answered} answers ({equal / answered:.1%}) equal their reference"
+    return share_text + boxes_text + reasons
 
 
 def _encoded_samples(
@@ -194,34 +182,26 @@ def _encoded_samples(
             for index in range(len(source)):
                 raw_sample = reader.read_sample(index, with_media=True)
                 encoded = row_encoder.preencode_sample(raw_sample)
-                if encoded.is_document:
-                    left_out["a document has no question"] += 1
-                    continue
                 encoded = row_encoder.sample_part(encoded, 0)  # the only one, if it is not cut
+                refused = ["a document has no question"] if encoded.is_document else encoded.refused
                 row_encoder.dropped_samples.clear()
-                sample = None if encoded.refused else row_encoder.postencode_sample(encoded)
-                if row_encoder.dropped_samples or sample is None or not sample.loss_mask.any():
-                    dropped = row_encoder.dropped_samples
-                    reason = dropped[0].reason if dropped else (encoded.refused or ("no answer", ""))[0]
-                    left_out[reason] += 1
-                    continue
-                yield raw_sample.key, sample, bool(encoded.objects and encoded.objects.objects)
+                sample = None if refused else row_encoder.postencode_sample(encoded)
+                refused = [dropped.reason for dropped in row_encoder.dropped_samples] or refused
+                if sample is None or refused or not sample.loss_mask.any():
+                    left_out[refused[0] if refused else "no answer"] += 1
+                else:
+                    yield raw_sample.key, sample, bool(encoded.objects and encoded.objects.objects)
 
 
 def split_at_answer(sample: TokenizedSample, spec: Any) -> tuple[TokenizedSample, Tensor]:
     """The prompt before the first answer that is trained on, and that answer's tokens."""
     mask = sample.loss_mask.bool()
     start = int(mask.nonzero()[0])
-    rest = (~mask[start:]).nonzero()
-    end = start + int(rest[0]) if len(rest) else len(mask)
-
+    answer_length = int(mask[start:].int().cumprod(0).sum())
     prompt_ids = sample.token_ids[:start]
     is_placeholder = (prompt_ids == spec.image_token_id) | (prompt_ids == spec.video_token_id)
-    placeholders_left = int(is_placeholder.sum())
-    media_items = []
-    for item in sample.media_items:
-        placeholders_left -= item.grid_thw.num_tokens(spec.vision.spatial_merge_size)
-        if placeholders_left < 0:  # it comes after the answer
-            break
-        media_items.append(item)
-    return TokenizedSample(prompt_ids, sample.loss_mask[:start], media_items), sample.token_ids[start:end]
+    token_counts = (item.grid_thw.num_tokens(spec.vision.spatial_merge_size) for item in sample.media_items)
+    # Media after the answer have no placeholders in the prompt.
+    num_media = sum(end <= int(is_placeholder.sum()) for end in itertools.accumulate(token_counts))
+    prompt = TokenizedSample(prompt_ids, sample.loss_mask[:start], sample.media_items[:num_media])
+    return prompt, sample.token_ids[start : start + answer_length]
