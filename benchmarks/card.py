@@ -262,7 +262,7 @@ def timed_part(name: str, seconds: dict[str, float]) -> Iterator[None]:
 def bench_run_of(args: argparse.Namespace, platform_name: str) -> BenchRun:
     """The benchmark of the card. Its spec is the card's model."""
     dtype = "bfloat16" if platform_name == "cuda" else "float32"
-    words = f"--timed {TIMED_STEPS} --platform {platform_name} --dtype {dtype}"
+    words = f"--data.path synthetic:images --timed {TIMED_STEPS} --platform {platform_name} --dtype {dtype}"
     words += f" --data.seq_len {args.seq_len} --global_batch_size {TIMED_ROWS}"
     words += f" --language-layers {args.language_layers} --vision-layers {args.vision_layers}"
     words += " --even-routing" * (read_spec(args.hf).language.moe is not None)  # as predictions are
@@ -320,7 +320,7 @@ def make_card(args: argparse.Namespace) -> dict[str, Any]:
         "source": {"commit": commit.removesuffix("+") or None, "changed": commit.endswith("+")},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": figures["machine"] | describe_machine(run),
-        "speed": figures["speed"] | {"notes": figures["notes"]},
+        "speed": figures["workloads"]["images"] | {"notes": figures["notes"]},
         "curve": measure_curves(run.spec, platform_name, args.steps, args.lr, seconds),
         "seconds": seconds,
     }

@@ -368,13 +368,13 @@ def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
     own.add_argument("--ours", type=Path)
     given, words = own.parse_known_args(argv)
     options = parse_bench_options(words)
-    if not options.data.is_synthetic or options.options.even_routing:
+    if "data" in options.workloads or options.options.even_routing:
         raise UsageError("only random rows are timed here: leave out --data.path and --even-routing")
     return options, given
 
 
 def run(options: BenchRun, given: argparse.Namespace) -> None:
-    """Measures the random rows and reports the figures on rank 0. Collective."""
+    """Measures the random workloads and reports them on rank 0. Collective."""
     config, spec, device = options.config, options.spec, _init_distributed()
     world = dist.get_world_size()
     if config.global_batch_size % world:
@@ -390,12 +390,14 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
     notes = [f"{settings}, {shape}, full activation checkpointing", *notes]
     system = f"transformers {transformers.__version__} + {'PEFT' if has_lora else 'FSDP2'}"
     figures = bench.describe_run(options, device.type, system, notes)
-    figures["speed"] = measure(trainer, figures["machine"])
-    bench.report_figures(options, figures)
+    workloads = {name: measure(trainer, name, figures["machine"]) for name in options.workloads}
+    bench.report_figures(options, figures | {"workloads": workloads})
     if given.ours and dist.get_rank() == 0:
-        ours = json.loads(given.ours.read_text())["speed"]
-        ratio = ours["tokens_per_s_per_rank"] / figures["speed"]["tokens_per_s_per_rank"]
-        print(f"{ratio:.2f} x the tokens/s of {system}")
+        ours = json.loads(given.ours.read_text())["workloads"]
+        for name, mine in workloads.items():
+            if name in ours:
+                ratio = ours[name]["tokens_per_s_per_rank"] / mine["tokens_per_s_per_rank"]
+                print(f"{name}: {ratio:.2f} x the tokens/s of {system}")
 
 
 def _init_distributed() -> torch.device:
@@ -407,13 +409,16 @@ def _init_distributed() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def measure(trainer: Trainer, machine: dict[str, Any]) -> dict[str, Any]:
-    """Measures the steps. The figures have the trainer's keys, as far as these apply. Collective."""
-    run = trainer.options
+def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[str, Any]:
+    """Measures one workload. The figures have the trainer's keys, as far as these apply. Collective."""
+    run, timed = trainer.options, trainer.options.options.timed
     cuda = trainer.device.type == "cuda"
     rank, per_step = dist.get_rank(), run.config.global_batch_size // dist.get_world_size()
     config = dataclasses.replace(run.config, model=ModelConfig())  # nothing is frozen here
-    rows = [hf_row(samples, run.spec, config.data.seq_len) for samples in draw_rows(run.data, run.spec)]
+    rows = [
+        hf_row(samples, run.spec, config.data.seq_len)
+        for samples in draw_rows(run.workloads[workload], run.spec)
+    ]
 
     def step_rows(step: int) -> list[HfRow]:
         first = step * config.global_batch_size + rank * per_step
@@ -428,7 +433,7 @@ def measure(trainer: Trainer, machine: dict[str, Any]) -> dict[str, Any]:
     metrics, loss_tokens = StepMetrics(), 0
     dist.barrier()
     clock = [time.perf_counter()]
-    for step in range(WARM_UP, WARM_UP + run.options.timed):
+    for step in range(WARM_UP, WARM_UP + timed):
         loss = trainer.step(step_rows(step))  # reads the loss from the device
         clock.append(time.perf_counter())
         for row in step_rows(step):

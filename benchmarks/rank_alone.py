@@ -30,7 +30,7 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.estimate.flops import RowSizes
 from megatron_vl.platform import get_platform
 from megatron_vl.system import host_memory
-from toolkit.bench.options import parse_bench_options
+from toolkit.bench.options import WARM_UP, parse_bench_options
 
 
 def return_own_message(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Any:
@@ -100,6 +100,9 @@ def main(argv: list[str]) -> None:
     if arguments.one_document:
         join_documents()
     bench_run = parse_bench_options(words)
+    # The parts of a step are not timed: that needs the other ranks.
+    timed_steps = len(bench_run.workloads) * (WARM_UP + bench_run.options.timed + 1)
+    bench_run = bench_run._replace(config=dataclasses.replace(bench_run.config, stop_after=timed_steps))
     platform = get_platform(bench_run.config.platform)
     join_fake_group(arguments.ranks)
 
@@ -119,16 +122,20 @@ def main(argv: list[str]) -> None:
     print(f"rank 0 of {arguments.ranks}: {layout}")
     gpu = local_gpu() or find_gpu()
     at_once = dataclasses.replace(gpu, link_gb_s=math.inf, network_gb_s=math.inf)
-    rows = drawn_sizes(config, spec, assumed_rows(config, spec))
-    [memory_parts] = stage_memories(config, spec, layout, resolved_run.dp, rows)
-    alone, connected = (
-        predict_layout(config, spec, arguments.ranks, layout, each, rows) for each in (at_once, gpu)
-    )
-    predicted = (
-        f"{memory_parts.total_bytes / GIB:.1f} GiB, {1e3 * alone.step_seconds:.0f} ms a step"
-        f" ({1e3 * connected.step_seconds:.0f} with messages), MFU {alone.mfu:.3f}"
-    )
-    print(f"{rows}\npredicted {predicted}, {memory_parts.as_json()}")
+    predicted = {}
+    for workload, data_config in bench_run.workloads.items():
+        workload_config = dataclasses.replace(config, data=data_config)
+        rows = drawn_sizes(workload_config, spec, assumed_rows(workload_config, spec))
+        [memory_parts] = stage_memories(workload_config, spec, layout, resolved_run.dp, rows)
+        alone, connected = (
+            predict_layout(workload_config, spec, arguments.ranks, layout, each, rows)
+            for each in (at_once, gpu)
+        )
+        predicted[workload] = (
+            f"{memory_parts.total_bytes / GIB:.1f} GiB, {1e3 * alone.step_seconds:.0f} ms a step"
+            f" ({1e3 * connected.step_seconds:.0f} with messages), MFU {alone.mfu:.3f}"
+        )
+        print(f"{workload}: {rows}\n{workload}: predicted {predicted[workload]}, {memory_parts.as_json()}")
     if arguments.predict:
         return
 
@@ -142,12 +149,12 @@ def main(argv: list[str]) -> None:
             spec, language=dataclasses.replace(spec.language, vocab_size=own_vocab_size)
         )
         trainer.run()
-    speed = measure.figures["speed"]
-    print(f"predicted {predicted}")
-    step_text = f"{1e3 * speed['step_s']:.0f} ms a step, loss {speed['loss']:.3f}"
-    # The work of all ranks was done in a step of this one.
-    mfu = f"MFU {speed['mfu']:.3f}" if speed["mfu"] else "MFU of an unknown GPU"
-    print(f"measured {step_text}, {mfu}, {speed['memory_gib']:.2f} GiB", flush=True)
+    for workload, speed in measure.figures["workloads"].items():
+        print(f"{workload}: predicted {predicted[workload]}")
+        step_text = f"{1e3 * speed['step_s']:.0f} ms a step, loss {speed['loss']:.3f}"
+        # The work of all ranks was done in a step of this one.
+        mfu = f"MFU {speed['mfu']:.3f}" if speed["mfu"] else "MFU of an unknown GPU"
+        print(f"{workload}: measured {step_text}, {mfu}, {speed['memory_gib']:.2f} GiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megatron_vl.core_fixes.gloo_threads import use_one_gloo_worker
 
@@ -91,6 +92,7 @@ def _patch_tensors() -> None:
 
     tensor_class.type, tensor_class.to = type_of, to
     tensor_class.cuda = lambda tensor, *args, **kwargs: tensor
+    _device_constructors()  # its cache must hold torch's own: `with torch.device("meta")` compares with them
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -77,7 +77,8 @@ def test_card_shows_another_learning_rate(family: str, dtype: str, limit: float,
     run = {"hf": str(tiny_checkpoint(family)), "folder": str(tmp_path / "card"), "dtype": dtype}
     gaps = call(card_losses, **run, steps=STEPS, lr=LR)
     assert 0 < gaps["same"]["largest"] < limit < 10 * limit < gaps["other rate"]["largest"]
-    assert gaps["same"]["largest"] < 5 * gaps["eager"]["largest"]
+    # On a CPU, both kernels of transformers may give the same bits.
+    assert gaps["eager"]["largest"] == 0 or gaps["same"]["largest"] < 5 * gaps["eager"]["largest"]
 
 
 # --- The page -----------------------------------------------------------------------------------------------

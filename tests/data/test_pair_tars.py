@@ -235,12 +235,20 @@ def test_file_that_is_no_tar_is_named(tars, tmp_path, hf, content):
     assert trained_texts(tmp_path / "out", hf, r"the number (\d+)").total() == 6
 
 
-@pytest.mark.parametrize(("size", "reason"), [(1 << 40, "member truncated"), (-512, "tar damaged")])
-def test_member_of_any_claimed_size_takes_no_memory(tmp_path, hf, size, reason):
-    """A file of a terabyte, and one that would be found again and again."""
+@pytest.mark.parametrize(
+    ("kind", "size", "reason"),
+    [
+        (tarfile.REGTYPE, 1 << 40, "member truncated"),
+        (tarfile.REGTYPE, -512, "tar damaged"),  # it would be found again and again
+        (tarfile.XHDTYPE, 1 << 40, "tar damaged"),
+        (tarfile.GNUTYPE_LONGNAME, 1 << 40, "tar damaged"),
+    ],
+)
+def test_member_of_any_claimed_size_takes_no_memory(tmp_path, hf, kind, size, reason):
+    """A file and headers of a terabyte."""
     path = write_tar(tmp_path / "a.tar", pair_members("a", 0, "Good."))
     info = tarfile.TarInfo("big.jpg")
-    info.size = size
+    info.type, info.size = kind, size
     with path.open("r+b") as file, tarfile.open(path) as tar_file:
         tar_file.getmembers()
         file.seek(tar_file.offset)

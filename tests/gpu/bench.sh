@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Speed on one machine, ours and that of transformers under FSDP2 in one call: bash tests/gpu/bench.sh OUT GPUS [ROWS_A_GPU] [OPTIONS OF OURS ...]
-# 7B shape, rows of images of 8192 tokens. Writes OUT/ours.json, OUT/fsdp2.json and logs; prints both tables and the ratio.
+# 7B shape, rows of 8192 tokens, images and text. Writes OUT/ours.json, OUT/fsdp2.json and logs; prints both tables and the ratio.
 set -uo pipefail
 out=$1 gpus=$2 rows=${3:-4}
 shift $(($# < 3 ? $# : 3))

@@ -27,28 +27,29 @@ TIMED, ROWS, RANKS = 1, 2, 2
 
 @pytest.fixture(scope="module")
 def figures(tiny_checkpoint, tmp_path_factory) -> dict:
-    """A pipeline of two stages: rows of images and of text, and a data set with a tower on every rank."""
+    """A pipeline of two stages: seeded rows, and a data set with a tower on every rank."""
     folder, hf = tmp_path_factory.mktemp("bench"), tiny_checkpoint("qwen2_5_vl")
     data = prepare(folder, hf)["data"]
     shape = f"--epochs 1 --timed {TIMED} --dtype float32 --data.seq_len {SEQ_LEN} --global_batch_size {ROWS}"
     layout = "--parallel.pp 2 --recompute.vision full --log.peak_tflops 0.5 --data.num_workers 1"
     words = [*f"bench --nproc-per-node {RANKS} {layout} {shape}".split(), "--model.hf", str(hf), "--out"]
-    options = {"images": [], "text": ["--data.path", "synthetic:text"]}
-    options["data"] = ["--data.path", str(data), "--vision.placement", "decoupled"]
+    of_data = ["--data.path", str(data), "--vision.placement", "decoupled"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
         patch.setattr(command, "run_group", ranks.run_group)
-        for rows, more in options.items():
-            assert main([*words, str(folder / f"{rows}.json"), *more]) == 0, said.getvalue()
-            assert f"  {rows}:\n" in said.getvalue() and "stage 1: " in said.getvalue()
-    return {rows: json.loads((folder / f"{rows}.json").read_text()) for rows in options}
+        assert main([*words, str(folder / "random.json")]) == 0, said.getvalue()
+        assert "  images:\n" in said.getvalue() and "stage 1: " in said.getvalue()
+        assert main([*words, str(folder / "data.json"), *of_data]) == 0, said.getvalue()
+    found, of_data = (json.loads((folder / f"{name}.json").read_text()) for name in ("random", "data"))
+    found["workloads"] |= of_data["workloads"]
+    return found
 
 
 @pytest.mark.ranks
 def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     """Checks tokens, images and FLOPs of the rows after the warm-up, which are drawn here once more."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
-    for kind in ("images", "text"):
-        data = DataConfig(path=f"synthetic:{kind}", seq_len=SEQ_LEN)
+    for workload in ("images", "text"):
+        data = DataConfig(path=f"synthetic:{workload}", seq_len=SEQ_LEN)
         drawn = SyntheticRows(data, spec, 0, 1, ROWS)
         timed = list(itertools.islice(drawn, WARM_UP * ROWS, (WARM_UP + TIMED) * ROWS))
         tokens, model, all_tokens = 0, [], []
@@ -61,7 +62,7 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
                 sizes = row_sizes(lengths, *vision, num_logits)
                 counted.append(needed_flops(spec, ModelConfig(), LoraConfig(), sizes))
 
-        w = figures[kind]["speed"]
+        w = figures["workloads"][workload]
         seconds, total = w["step_s"] * TIMED, sum(row.total for row in model)
         assert w["tokens_per_s_per_rank"] * seconds * RANKS == pytest.approx(tokens)
         assert w["images_per_s"] * seconds == pytest.approx(sum(row.num_images for row in timed))
@@ -72,18 +73,18 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
 
 @pytest.mark.ranks
 def test_parts_are_where_the_layout_puts_them(figures) -> None:
-    first, last = figures["images"]["parts_by_stage"]
+    first, last = figures["workloads"]["images"]["parts_by_stage"]
     assert all(first[f"vision {way}"] > 0 == last[f"vision {way}"] for way in ("forward", "backward"))
     # The whole tower is on the first stage, and the last one waits for it; loosely, since others may use the
     # cores too.
     assert last["idle"] > 0.1 * first["vision forward"]
-    for stage in figures["data"]["parts_by_stage"]:
+    for stage in figures["workloads"]["data"]["parts_by_stage"]:
         assert all(stage[f"vision {part}"] > 0 for part in ("forward", "recompute", "backward", "exchange"))
     for name in ("images", "data"):
-        for stage in figures[name]["parts_by_stage"]:
+        for stage in figures["workloads"][name]["parts_by_stage"]:
             assert all(stage[f"language {way}"] > 0 for way in ("forward", "backward"))
             assert stage["optimizer"] > 0 and stage["gradient finalisation"] > 0
-    assert figures["data"]["speed"]["images_per_s"] > 0
+    assert figures["workloads"]["data"]["images_per_s"] > 0
 
 
 @pytest.mark.ranks

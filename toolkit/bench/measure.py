@@ -1,18 +1,17 @@
 """Times the steps of the trainer and their parts, and reports the figures as JSON and as a table.
 
 The trainer's own metrics give work, speed and memory. ``benchmarks.fsdp2`` computes its figures here too, so
-its FLOPs are counted in the same way (see :mod:`megatron_vl.estimate.flops`). ``mfu_all_tokens`` counts the
-output layer for every token, as most published figures do.
+its FLOPs are counted in the same way. ``mfu_all_tokens`` counts the output layer for every token, as most do.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,13 @@ def measure_benchmark(bench_run: BenchRun) -> dict[str, Any]:
     measure = Measure(bench_run)
     with contextlib.redirect_stdout(sys.stderr):  # the lines of the run; the figures go to standard output
         train(bench_run.config, bench_run.spec, [measure])
-    if "speed" in measure.figures:  # otherwise, a signal has stopped the run, which says so
+    if len(measure.speeds) == len(bench_run.workloads):  # otherwise, a signal stopped the run, which says so
         report_figures(bench_run, measure.figures)
     return measure.figures
 
 
 class Measure(Hook):
-    """Measures a run: warm-up, timed steps, and steps whose parts are timed.
+    """Measures each kind of rows: warm-up, timed steps, and steps whose parts are timed.
 
     A step reads its loss and gradient norm, equal on all ranks, and then launches its update. So the time
     between the ends of two steps has exactly one update in it, and copies of offloaded state that go on
@@ -56,7 +55,7 @@ class Measure(Hook):
     """
 
     def __init__(self, bench_run: BenchRun) -> None:
-        self.bench_run, self.figures = bench_run, dict[str, Any]()
+        self.bench_run, self.speeds = bench_run, dict[str, Any]()
 
     def begin(self, trainer: Trainer) -> None:
         notes = run_summary(trainer.resolved_run, trainer.platform, trainer.optimizer)
@@ -64,16 +63,21 @@ class Measure(Hook):
             notes.append("experts chosen evenly")
             for router in iterate_routers(trainer.model_chunks):
                 router.config.moe_router_force_load_balancing = True
-        trainer.read_rows_of(self.bench_run.data)
         self.figures = describe_run(self.bench_run, trainer.platform.name, "megatron-vl", notes)
-        self.timer = PartTimer(trainer)
+        self.figures["workloads"] = self.speeds
 
     def before_step(self, trainer: Trainer) -> None:
-        if trainer.step <= WARM_UP:  # kernels are compiled and memory is allocated in earlier steps
+        workloads = self.bench_run.workloads
+        workload, self.number = divmod(trainer.step, trainer.last_step // len(workloads))
+        if self.number == 0:
+            self.name = list(workloads)[workload]
+            trainer.read_rows_of(workloads[self.name])
+            self.timer = PartTimer(trainer)
+        if self.number <= WARM_UP:  # kernels are compiled and memory is allocated in earlier steps
             torch.cuda.reset_peak_memory_stats()
             self.metrics = MetricsLog(trainer.config, trainer.spec, trainer.grid, trainer.platform)
             self.end_times, self.loss_tokens = [time.perf_counter()], 0
-        elif trainer.step >= WARM_UP + self.bench_run.options.timed:
+        elif self.number >= WARM_UP + self.bench_run.options.timed:
             dist.barrier()
             self.timer.begin("step")
 
@@ -82,28 +86,24 @@ class Measure(Hook):
         self.timer.end("step")
         self.metrics.add_step(step_batch)
         self.loss_tokens += step_result.loss_tokens
-        part_steps = trainer.step - WARM_UP - self.bench_run.options.timed
+        part_steps = self.number + 1 - WARM_UP - self.bench_run.options.timed
         if part_steps == 0:
             # The clock has stopped: now the ranks may exchange what they counted.
             self.metrics.step_metrics.memory_gib = trainer.platform.peak_memory_gib()
             totals = self.metrics.step_metrics.reduce_over_ranks(trainer.platform.device)
             seconds = [end - begin for begin, end in itertools.pairwise(self.end_times)]
             speed = speed_figures(self.bench_run, totals, self.loss_tokens, seconds, self.figures["machine"])
-            self.figures["speed"] = speed | {"loss": step_result.loss}
+            self.speeds[self.name] = speed | {"loss": step_result.loss}
         elif part_steps == PART_STEPS:
             trainer.platform.synchronize()
-            self.figures["parts_by_stage"] = self.timer.mean_parts(trainer.grid, PART_STEPS)
+            self.speeds[self.name]["parts_by_stage"] = self.timer.mean_parts(trainer.grid, PART_STEPS)
 
 
 def speed_figures(
     bench_run: BenchRun, totals: StepMetrics, loss_tokens: int, step_seconds: list[float], machine: Any
 ) -> dict[str, Any]:
-    """The trainer's metrics of speed of the timed steps, and what they do not have.
-
-    Args:
-        totals: what all ranks did in these steps.
-        loss_tokens: tokens for which they computed the output layer.
-    """
+    """The trainer's metrics of speed of the timed steps, of which ``totals`` and ``loss_tokens`` have the
+    work of all ranks, and what these metrics lack."""
     config, seconds = bench_run.config, sum(step_seconds)
     speed = totals.speed_metrics(seconds, len(step_seconds), machine["gpus"], machine["peak_tflops"])
     one_token = RowSizes(tokens=0, token_pairs=0, loss_tokens=1)
@@ -120,15 +120,13 @@ def speed_figures(
 
 def describe_run(bench_run: BenchRun, platform_name: str, system: str, notes: list[str]) -> dict[str, Any]:
     """What is measured, and where. Parameters include the padding of the vision FFN, as in checkpoints."""
-    config, spec, data = bench_run.config, bench_run.spec, bench_run.data
+    config, spec = bench_run.config, bench_run.spec
     device_name = torch.cuda.get_device_name() if platform_name == "cuda" else "cpu"
     peak = peak_tflops(device_name, config.log.peak_tflops) or None
     machine = {"device": device_name, "gpus": dist.get_world_size(), "peak_tflops": peak}
     model = {"hf": config.model.hf, "family": spec.family, "parameters": count_parameters(config, spec)[0]}
     model |= {"language_layers": spec.language.num_layers, "vision_layers": spec.vision.num_layers}
-    rows = str(data.path).removeprefix("synthetic:") if data.is_synthetic else "data"
-    facts = {"system": system, "machine": machine, "model": model, "notes": notes, "rows": rows}
-    return facts | {"config": dataclasses.asdict(config)}
+    return {"system": system, "machine": machine, "model": model, "notes": notes, "config": asdict(config)}
 
 
 def report_figures(bench_run: BenchRun, figures: dict[str, Any]) -> None:
@@ -138,7 +136,14 @@ def report_figures(bench_run: BenchRun, figures: dict[str, Any]) -> None:
     if out := bench_run.options.out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(json.dumps(figures, indent=2) + "\n")
-    machine, model, speed = figures["machine"], figures["model"], figures["speed"]
+    machine, model = figures["machine"], figures["model"]
+    print(f"{figures['system']}: {model['family']}, {count_text(model['parameters'])} parameters", end="")
+    print(f", {machine['gpus']} x {machine['device']}", *figures["notes"], sep="\n  ")
+    for name, speed in figures["workloads"].items():
+        print(f"  {name}:", *_speed_lines(speed), sep="\n    ", flush=True)
+
+
+def _speed_lines(speed: dict[str, Any]) -> list[str]:
     lowest, mean, highest = (1e3 * speed[name] for name in ("step_s_min", "step_s", "step_s_max"))
     lines = [
         f"{speed['tokens_per_s_per_rank']:,.0f} tok/s/GPU, {speed['images_per_s']:.1f} images/s,"
@@ -150,9 +155,7 @@ def report_figures(bench_run: BenchRun, figures: dict[str, Any]) -> None:
             f"MFU {speed['mfu']:.1%}, with logits of every token {speed['mfu_all_tokens']:.1%};"
             f" {speed['vision_flops_share']:.1%} of its FLOPs are the tower's"
         )
-    for stage, parts in enumerate(figures.get("parts_by_stage", ())):
+    for stage, parts in enumerate(speed.get("parts_by_stage", ())):
         texts = [f"{name} {1e3 * seconds:.1f}" for name, seconds in parts.items()]
         lines.append(f"ms per step, stage {stage}: {', '.join(texts)}")
-    print(f"{figures['system']}: {model['family']}, {count_text(model['parameters'])} parameters", end="")
-    print(f", {machine['gpus']} x {machine['device']}", *figures["notes"], sep="\n  ")
-    print(f"  {figures['rows']}:", *lines, sep="\n    ", flush=True)
+    return lines

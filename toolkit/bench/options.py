@@ -20,8 +20,8 @@ WARM_UP, PART_STEPS = 2, 2
 class BenchOptions(CommandOptions):
     """Time a real-size model with random weights: tokens/s, MFU, memory and the parts of a step.
 
-    The rows are those of data.path; without it, random ones of images with a fixed seed. model.hf may be a
-    config.json, which gives the model's sizes.
+    The rows are those of data.path; without it, random ones of images, then of text, with a fixed seed.
+    model.hf may be a config.json, which gives the model's sizes.
     """
 
     run_fields: ClassVar[bool] = True
@@ -29,14 +29,13 @@ class BenchOptions(CommandOptions):
     nproc_per_node: int | None = option(None, metavar="N", minimum=1, shown_default="the GPUs, or 1")
     """Start N ranks, with or without GPUs."""
     timed: int = option(4, metavar="N", minimum=1)
-    """Time N steps."""
+    """Time N steps of each kind of rows."""
     language_layers: int = option(0, metavar="N", minimum=0, shown_default="as in the config")
     """Use N decoder layers instead of the config's number."""
     vision_layers: int = option(0, metavar="N", minimum=0, shown_default="as in the config")
     """Use N vision layers instead of the config's number."""
     even_routing: bool = False
-    """Choose experts at random and evenly, as a trained router does. A router with random weights strongly
-    prefers a few experts."""
+    """Choose experts at random and evenly: a router with random weights strongly prefers a few."""
     out: str = option("", metavar="FILE")
     """Write the figures to this file as JSON."""
 
@@ -46,7 +45,7 @@ class BenchRun(NamedTuple):
 
     options: BenchOptions
     config: TrainConfig
-    data: DataConfig
+    workloads: dict[str, DataConfig]
     """The rows. Those of ``config`` are random, because a run on a data set needs its own weights."""
     spec: ModelSpec
     """The model's sizes, with the numbers of layers that the options give."""
@@ -70,13 +69,14 @@ def parse_bench_options(argv: list[str]) -> BenchRun:
     # Adapters that exist decide their rank and targets, as at the start of a run, but are not read.
     if config.lora.adapter:
         config = with_start_lora(config, spec, find_source_checkpoint(config))
-    data = replace(config.data, path=config.data.path or "synthetic:images")
-    num_steps = WARM_UP + options.timed + PART_STEPS + 1  # the trainer logs the last step
+    paths = [config.data.path] if config.data.path else ["synthetic:images", "synthetic:text"]
+    rows = [replace(config.data, path=path) for path in paths]
+    num_steps = len(rows) * (WARM_UP + options.timed + PART_STEPS + 1)  # the trainer logs the last one
     config = replace(
         config,
         model=replace(config.model, checkpoint=RANDOM_WEIGHTS),
         lora=replace(config.lora, adapter=""),
-        data=data if data.is_synthetic else replace(data, path="synthetic:images"),
+        data=rows[0] if rows[0].is_synthetic else replace(config.data, path="synthetic:images"),
         log=LogConfig(interval=num_steps + 1, peak_tflops=config.log.peak_tflops),
         failures=replace(config.failures, check_memory=False),  # memory is measured here
         **{name: getattr(TrainConfig(), name) for name in ("checkpoint", "eval", "profile", "wandb")},
@@ -84,4 +84,5 @@ def parse_bench_options(argv: list[str]) -> BenchRun:
         steps=max(config.steps, num_steps),
         stop_after=num_steps,
     )
-    return BenchRun(options, config, data, spec)
+    workloads = {str(d.path).removeprefix("synthetic:") if d.is_synthetic else "data": d for d in rows}
+    return BenchRun(options, config, workloads, spec)

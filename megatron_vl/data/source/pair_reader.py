@@ -44,6 +44,15 @@ class TarShard(ShardInfo):
     """uint64 [count, 2]: first byte of each pair, and the byte after it."""
 
 
+class _BoundedTarInfo(tarfile.TarInfo):
+    """Python reads what is no file, such as a header with a long name, into memory at any size."""
+
+    def _proc_member(self, tar_file: tarfile.TarFile) -> Any:
+        if self.size > MAX_MEMBER_BYTES and not self.isreg():
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes")
+        return super()._proc_member(tar_file)  # type: ignore[misc]
+
+
 class TarMember(NamedTuple):
     """A file in a tar."""
 
@@ -60,6 +69,7 @@ class TarMember(NamedTuple):
 
 def iter_members(tar_file: ITarFile, end: int, fields: PairFields) -> Iterator[TarMember]:
     """Yields the files of a tar up to ``end``, or to what is no file. Of a JPEG, the head is read."""
+    tar_file.tarinfo = _BoundedTarInfo
     while tar_file.offset < end:
         try:
             info = tar_file.next()
