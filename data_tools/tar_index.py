@@ -35,7 +35,7 @@ from megatron_vl.data.source.location import (
     resolve_location,
     store_url,
 )
-from megatron_vl.data.source.pair_reader import iter_members, read_content, read_pair
+from megatron_vl.data.source.pair_reader import iter_members, read_pair
 from megatron_vl.data.source.store_reading import StoreFile
 from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, PairFields, tar_stamp
 from megatron_vl.system import durable_files
@@ -155,8 +155,8 @@ def _read_tar_once(index: TarIndex, number: int) -> tuple[Path, bool]:
         return result_path, False
     pairs = _TarPairs(tar_path, name, index.fields, int(stamp.split()[0]))
     sizes = measure_samples(index.encoder, pairs)
-    facts = {"sizes": sizes.facts, "stamp": stamp, "refused": pairs.refused}
-    facts["digest"] = pairs.digest.hexdigest()
+    digest = pairs.digest.hexdigest()
+    facts = {"sizes": sizes.facts, "stamp": stamp, "refused": pairs.refused, "digest": digest}
     arrays: dict[str, Any] = {**sizes.arrays, "spans": np.array(pairs.spans, "<u8")}
     arrays["facts"] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     with durable_files.open_new_file(result_path) as result_file:
@@ -179,10 +179,8 @@ class _TarPairs:
     def __iter__(self) -> Iterator[RawSample]:
         is_local = isinstance(self.tar_path, Path)
         raw_file: Any = self.tar_path.open("rb") if is_local else StoreFile(self.tar_path)
-        seen_keys: set[str] = set()
-        last_name = "the beginning"
+        seen_keys, last_name = set[str](), "the beginning"
         with raw_file, ITarFile.open(fileobj=raw_file, mode="r:") as tar_file:
-            read_whole = lambda member: read_content(tar_file, member.info, member.info.size)  # noqa: E731
             found = iter_members(tar_file, self.tar_bytes, self.fields)
             for key, group in itertools.groupby(found, lambda member: member.key):
                 members = list(group)
@@ -191,7 +189,7 @@ class _TarPairs:
                     if key in seen_keys:
                         raise UnusableError("key occurs again", members[0].name)
                     seen_keys.add(key)
-                    pair = read_pair(members, self.fields, {"file": self.name, "record": key}, read_whole)
+                    pair = read_pair(members, self.fields, {"file": self.name, "record": key})
                 except UnusableError as error:
                     self._refuse(key, error.reason, str(error))
                     continue

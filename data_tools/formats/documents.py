@@ -53,8 +53,7 @@ def _read_text(record: dict[str, Any], reader: RecordReader) -> list[Message]:
 def _listed(record: dict[str, Any], field_name: str) -> list[Any]:
     value = record.get(field_name) or []
     if not isinstance(value, list):
-        detail = f"a list is required, but this is {shorten_value(value)}"
-        raise RecordError("bad document", detail, field_name)
+        raise RecordError("bad document", f"a list is required, not {shorten_value(value)}", field_name)
     return value
 
 

@@ -7,10 +7,11 @@ and shown; nothing is unpacked.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tarfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from megatron_vl.data.sample.conversation_checks import find_special_token
 from megatron_vl.data.sample.frame_archive import PixelError
-from megatron_vl.data.sample.images import image_size
+from megatron_vl.data.sample.images import JPEG_MAGIC, image_size
 from megatron_vl.data.sample.medium import UnusableError, refuse_narrow
 from megatron_vl.data.source.tar_list import PairFields
 from megatron_vl.system.errors import is_machine_fault
@@ -32,7 +33,6 @@ HEAD_BYTES = 1 << 16
 """Bytes at the beginning of a JPEG in which its size is looked for first."""
 MAX_MEMBER_BYTES = 256 << 20
 """Largest image or text that is read. A header may claim any size."""
-JPEG_MAGIC = b"\xff\xd8"
 
 
 @edataclass
@@ -68,8 +68,9 @@ class TarMember(NamedTuple):
 
 
 def iter_members(tar_file: ITarFile, end: int, fields: PairFields) -> Iterator[TarMember]:
-    """Yields the files of a tar up to ``end``, or to what is no file. Of a JPEG, the head is read."""
+    """Yields the files of a tar up to ``end``, or to what is no file. Of a JPEG, the head may be enough."""
     tar_file.tarinfo = _BoundedTarInfo
+    text_extensions = {alternative.partition(":")[0] for alternative in fields.caption}
     while tar_file.offset < end:
         try:
             info = tar_file.next()
@@ -88,35 +89,31 @@ def iter_members(tar_file: ITarFile, end: int, fields: PairFields) -> Iterator[T
         key, extension = name_parts[1], name_parts[2].lower()
         content, problem = b"", ""
         is_image = extension in fields.image
-        if is_image or extension in fields.text_extensions:
+        if is_image or extension in text_extensions:
             if info.offset_data + info.size > end:
                 problem = "member truncated"
             elif info.size > MAX_MEMBER_BYTES:
                 problem = "member too large"
             else:
-                content = read_content(tar_file, info, HEAD_BYTES if is_image else info.size)
-                if is_image and not content.startswith(JPEG_MAGIC):
-                    content = read_content(tar_file, info, info.size)
+                content = _read_content(tar_file, info, HEAD_BYTES if is_image else info.size)
+                with contextlib.suppress(PixelError):  # only a JPEG says all of it at its beginning
+                    is_image = is_image and not (content.startswith(JPEG_MAGIC) and image_size(content))
+                if is_image:
+                    content = _read_content(tar_file, info, info.size)
         yield TarMember(name, extension, content, key, problem, info)
 
 
-def read_content(tar_file: ITarFile, info: tarfile.TarInfo, max_bytes: int) -> bytes:
+def _read_content(tar_file: ITarFile, info: tarfile.TarInfo, max_bytes: int) -> bytes:
     tar_file.fileobj.seek(info.offset_data)
     return bytes(tar_file.fileobj.read(min(info.size, max_bytes)))
 
 
-def read_pair(
-    members: Sequence[TarMember],
-    fields: PairFields,
-    origin: dict[str, str],
-    read_whole: Callable[[TarMember], bytes] = lambda member: member.content,
-) -> dict[str, Any]:
+def read_pair(members: Sequence[TarMember], fields: PairFields, origin: dict[str, str]) -> dict[str, Any]:
     """The sample of a key's members as a converted shard holds it: ``json``, and the image by its extension.
 
     Args:
         members: all of one key. Of a JPEG, the head is enough.
         origin: where the pair lies, for messages.
-        read_whole: reads all of an image whose head does not say its size.
 
     Raises:
         UnusableError: they are no pair.
@@ -136,10 +133,7 @@ def read_pair(
     parts, media, pixels = [], [], {}
     if image is not None:
         try:
-            try:
-                height, width = image_size(image.content)
-            except PixelError:
-                height, width = image_size(read_whole(image))
+            height, width = image_size(image.content)
         except PixelError as error:
             raise UnusableError("image does not decode", f"{image.name}: {error}") from error
         refuse_narrow("image", image.name, height, width)

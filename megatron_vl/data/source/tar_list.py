@@ -37,10 +37,6 @@ class PairFields:
     prompt: str = ""
     """The question that each caption answers; empty: none."""
 
-    @property
-    def text_extensions(self) -> set[str]:
-        return {extension.partition(":")[0] for extension in self.caption}
-
 
 def parse_fields(words: Iterable[str]) -> PairFields:
     """The fields that words like ``image=jpg|png``, ``caption=txt|json:caption`` and ``prompt=TEXT`` name, or
