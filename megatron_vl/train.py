@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     return run_rank(lambda: train(parse_or_exit(argv)))
 
 
-def run_rank(work: Callable[[], None]) -> int:
+def run_rank(work: Callable[[], object]) -> int:
     """Does the work of a rank. Returns its exit code.
 
     If one of several ranks fails, all of them end with its message (see
