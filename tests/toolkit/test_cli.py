@@ -46,7 +46,7 @@ for words in ("--help", "train --help", "bench --help", "data --help", "parity -
     except SystemExit as end:
         assert end.code == 0
 assert "torch" not in sys.modules and "numpy" not in sys.modules
-for words in sys.argv[1:]:
+for words in (*sys.argv[1:], "generate --checkpoint . --prompt Hello --image docs"):
     assert main(words.split()) == 1, words
 assert "torch" not in sys.modules
 folders = ["--original", ".", "--converted", ".", "--out", "out"]
@@ -100,6 +100,7 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     assert "megatron-vl: convrt is unknown; did you mean convert" in done.stderr
     assert "megatron-vl train: parallel: tp 3 x pp 1 = 3 ranks do not divide the world size 4" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "megatron-vl generate: docs is a folder; --image takes a file" in done.stderr
     assert "data.path docs is not a data set (it holds no .nv-meta)" in done.stderr
     assert "data.path pyproject.toml is neither a data set's folder nor a metadataset" in done.stderr
     missing_models = sum("--hf nowhere" in words for words in WRONG)

@@ -92,13 +92,15 @@ def parse_command_line[Options: CommandOptions](
 
 
 def check_paths(options: CommandOptions) -> None:
-    """Raises FileNotFoundError for input paths that do not exist."""
+    """Raises OSError for input paths that do not exist, and for folders where files belong."""
     for item in shown_options(type(options)):
         value = getattr(options, item.name)
         if item.metadata.get("must_exist") and value:
             for path in value if isinstance(value, list) else [value]:
                 is_model = item.name == "hf" or is_hub_name(f"{path}")  # generate also takes a run
                 check_path(Path(path), is_model and item.metadata["must_exist"] == "model")
+                if item.metadata["metavar"] == "FILE" and Path(path).is_dir():
+                    raise IsADirectoryError(f"{path} is a folder; --{item.name} takes a file")
 
 
 def check_path(path: Path, is_model: bool) -> None:
