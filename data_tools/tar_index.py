@@ -35,7 +35,7 @@ from megatron_vl.data.source.location import (
     resolve_location,
     store_url,
 )
-from megatron_vl.data.source.pair_reader import iter_members, read_pair
+from megatron_vl.data.source.pair_reader import HEAD_BYTES, iter_members, read_pair
 from megatron_vl.data.source.store_reading import StoreFile
 from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, PairFields, tar_stamp
 from megatron_vl.system import durable_files
@@ -181,7 +181,7 @@ class _TarPairs:
         raw_file: Any = self.tar_path.open("rb") if is_local else StoreFile(self.tar_path)
         seen_keys, last_name = set[str](), "the beginning"
         with raw_file, ITarFile.open(fileobj=raw_file, mode="r:") as tar_file:
-            found = iter_members(tar_file, self.tar_bytes, self.fields)
+            found = iter_members(tar_file, self.tar_bytes, self.fields, HEAD_BYTES)
             for key, group in itertools.groupby(found, lambda member: member.key):
                 members = list(group)
                 last_name = members[-1].name
@@ -195,7 +195,7 @@ class _TarPairs:
                     continue
                 self.digest.update(pair["json"] + str([member.info.size for member in members]).encode())
                 last = members[-1].info
-                self.spans.append((members[0].info.offset, last.offset_data + last.size))
+                self.spans.append((members[0].info.offset, min(last.offset_data + last.size, self.tar_bytes)))
                 yield cook_sample({**pair, "__key__": f"{self.name}[{len(self.spans) - 1}]"})
 
             # Where a tar ends too early, tarfile raises no error.

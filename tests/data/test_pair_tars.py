@@ -257,6 +257,46 @@ def test_member_of_any_claimed_size_takes_no_memory(tmp_path, hf, kind, size, re
     assert report.pairs == 1 and report.broken == {reason: 1}
 
 
+def other_file(name: str, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, "elsewhere" if kind == tarfile.SYMTYPE else ""
+    return info
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        # macOS writes a hidden file before each other one.
+        [other_file("f/._a.jpg"), other_file("f/._a.txt")],
+        [other_file("x.y", tarfile.DIRTYPE), other_file("b.jpg", tarfile.SYMTYPE)],
+        [other_file("f/a.png", tarfile.GNUTYPE_SPARSE), other_file("b.bin", tarfile.GNUTYPE_SPARSE)],
+        [other_file("f/a.__key__"), other_file("f/a.bin")],
+    ],
+)
+def test_other_files_among_those_of_a_pair_change_nothing(tmp_path, hf, others):
+    members = pair_members("f/a", 0, "The number 1.") + pair_members("caf\udce9", 1, "The number 2.")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar_file:
+        for i, (name, content) in enumerate(members):
+            if i < len(others):
+                tar_file.addfile(others[i])
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar_file.addfile(info, io.BytesIO(content))
+    report = index(tmp_path / "out", hf, tmp_path / "a.tar")
+    assert (report.pairs, report.broken) == (2, {})
+    assert trained_texts(tmp_path / "out", hf, r"The number (\d)") == {"1": 1, "2": 1}
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+def test_other_file_of_a_pair_may_be_truncated(tmp_path, hf, store, in_store):  # noqa: F811
+    path = write_tar(tmp_path / "a.tar", [*pair_members("a", 0, "The number 1."), ("a.bin", bytes(1 << 20))])
+    os.truncate(path, path.stat().st_size - (1 << 20))
+    store.upload_file(str(path), BUCKET, "truncated/a.tar")
+    report = index(tmp_path / "out", hf, "msc://images/truncated/a.tar" if in_store else path)
+    assert (report.pairs, report.broken) == (1, {})
+    assert trained_texts(tmp_path / "out", hf, r"The number (\d)") == {"1": 1}
+
+
 def test_incomplete_copy_of_an_index_is_refused(tars, tmp_path, hf):
     index(tmp_path / "out", hf, tars[0])
     spans = tmp_path / "out/.nv-meta/tars.idx"
