@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.energon.epathlib import EPath
+from megatron.energon.errors import FatalSampleError
 from PIL import Image
 from werkzeug.serving import WSGIRequestHandler
 
@@ -27,7 +29,7 @@ from data_tools.tar_index import TarIndex, find_tars
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.row_encoder import RowEncoder
-from megatron_vl.data.source import pair_reader
+from megatron_vl.data.source import pair_reader, store_reading
 from megatron_vl.data.source.dataset_description import read_dataset, read_description
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.store_reading import read_tar_shards
@@ -534,6 +536,27 @@ def test_index_in_a_store_reads_ranges_and_a_start_reads_no_tar(store, tmp_path,
             "the tars are as they were"
         )
         assert next(loader).num_images and all(place for method, _, place in seen if method == "GET")
+
+
+def test_refusal_of_a_store_is_no_damage_and_is_named(store, tmp_path, hf, monkeypatch, capsys):  # noqa: F811
+    """Also if it is gone when the same bytes are asked for again."""
+    image, caption = pair_members("a", 0, "Good.")
+    path = write_tar(tmp_path / "0.tar", [(image[0], image[1] + bytes(4 << 20)), caption])
+    store.upload_file(str(path), BUCKET, "refused/0.tar")
+    read_bytes, refused = store_reading._read_bytes, []
+
+    def refuses_once(path: EPath, start: int, end: int) -> bytes:
+        if start and not refused:
+            refused.append(start)
+            raise FatalSampleError(f"{path} cannot be read: no")
+        return read_bytes(path, start, end)
+
+    monkeypatch.setattr(store_reading, "_read_bytes", refuses_once)
+    given = ["--input", "msc://images/refused/0.tar", "--out", str(tmp_path / "out"), "--model.hf", str(hf)]
+    assert main(["data", "index", *given, "--workers", "1"]) == 1
+    shown = capsys.readouterr().err
+    assert "0.tar cannot be read: no" in shown and "This is a bug" not in shown
+    assert main(["data", "index", *given]) == 0
 
 
 # --- Commands -----------------------------------------------------------------------------------------------

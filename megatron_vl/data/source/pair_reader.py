@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from megatron.energon.edataclass import edataclass
+from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.config import skip_meta_re, split_name_re
 from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
@@ -75,7 +76,7 @@ def iter_members(tar_file: ITarFile, end: int, fields: PairFields, max_head: int
         try:
             info = tar_file.next()
         except Exception as error:  # tarfile raises all kinds of errors on a damaged tar
-            if is_machine_fault(error) or isinstance(error, OSError):
+            if is_machine_fault(error) or isinstance(error, OSError | FatalSampleError):
                 raise
             return
         if info is None or info.size < 0 or tar_file.offset <= info.offset:
