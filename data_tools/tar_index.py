@@ -247,13 +247,15 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
 
 
 def _splits(out_dir: Path, counts: dict[str, int]) -> dict[str, Any]:
-    """The splits of an earlier index, with new tars in ``train``. Tars without pairs are left out."""
+    """The splits of an earlier index, and new tars in ``train``. Tars in none, or without pairs, stay out."""
     split_path = out_dir / METADATA_DIR / "split.yaml"
     splits = yaml.safe_load(split_path.read_text()) if split_path.exists() else {"split_parts": {}}
+    info_path = split_path.with_name(".info.json")
+    known = json.loads(info_path.read_text())["shard_counts"] if info_path.exists() else {}
     parts: dict[str, list[str]] = {"train": []} | {
         split: dataset_description.expand_shard_names(split_path, names or [])
         for split, names in splits["split_parts"].items()
     }
-    parts["train"] += counts.keys() - {name for names in parts.values() for name in names}
+    parts["train"] += counts.keys() - {*itertools.chain(*parts.values()), *filter(known.get, known)}
     parts = {split: sorted(name for name in names if counts.get(name)) for split, names in parts.items()}
     return {"exclude": [], **splits, "split_parts": parts}

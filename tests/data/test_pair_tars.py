@@ -430,6 +430,11 @@ def test_changed_and_new_tars_are_named_and_read_alone(tmp_path, hf):
     assert description.split_facts("train").dataset_identity["content"] != before["content"]
     assert len(list((out / "tar-index").iterdir())) == 3, "no results of earlier tars are left"
 
+    # A tar that was taken out of all splits stays out.
+    split.write_text('{"split_parts": {"train": ["00000.tar"], "val": ["00001.tar"]}}')
+    index(out, hf, folder)
+    assert read_description(str(out)).shards_by_split == {"train": ["00000.tar"], "val": ["00001.tar"]}
+
     (folder / "00002.tar").unlink()
     with pytest.raises(LoaderError, match="00002.tar"):
         read_description(str(out))

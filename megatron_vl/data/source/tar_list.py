@@ -57,12 +57,10 @@ def parse_fields(words: Iterable[str]) -> PairFields:
             )
         fields[name] = value
     # Extensions are compared in small letters, and keys of JSON as they are.
-    captions = [caption.partition(":") for caption in fields["caption"].split("|")]
-    return PairFields(
-        fields["image"].lower().split("|") if fields["image"] else [],
-        [f"{extension.lower()}{colon}{keys}" for extension, colon, keys in captions],
-        fields["prompt"],
-    )
+    parts = [caption.partition(":") for caption in fields["caption"].split("|")]
+    captions = [f"{extension.lower()}{colon}{keys}" for extension, colon, keys in parts]
+    images = fields["image"].lower().split("|") if fields["image"] else []
+    return PairFields(images, captions, fields["prompt"])
 
 
 @dataclass(frozen=True)
