@@ -360,10 +360,12 @@ def test_image_of_any_claimed_size_is_not_read(tmp_path, hf, monkeypatch):
     assert quarantined(tmp_path / "out")[0]["detail"] == "b.png of 10,001 bytes"
 
 
-@pytest.mark.parametrize("word", ["photo=jpg", "image=", "image"])
-def test_members_that_cannot_be_read_are_refused(word):
+@pytest.mark.parametrize(
+    "words", ["photo=jpg", "image=", "image", "text=txt image=jpg", "image=jpg text=txt"]
+)
+def test_members_that_cannot_be_read_are_refused(words):
     with pytest.raises(LoaderError, match="--members"):
-        parse_fields([word])
+        parse_fields(words.split())
 
 
 def test_captions_may_answer_a_question(tmp_path, hf):

@@ -46,9 +46,9 @@ def parse_fields(words: Iterable[str]) -> PairFields:
         LoaderError: a word cannot be read.
     """
     fields = {"image": "jpg|jpeg|png|webp", "caption": "txt|json:caption", "prompt": ""}
-    for word in words:
+    for word in (given := [*words]):
         name, _, value = word.partition("=")
-        if name == "text":
+        if name == "text" and len(given) == 1:
             name, fields["image"] = "caption", ""
         if name not in fields or not value:
             raise LoaderError(
