@@ -35,7 +35,7 @@ from megatron_vl.data.source.location import (
     resolve_location,
     store_url,
 )
-from megatron_vl.data.source.pair_reader import iter_members, read_pair
+from megatron_vl.data.source.pair_reader import HEAD_BYTES, iter_members, read_pair
 from megatron_vl.data.source.store_reading import StoreFile
 from megatron_vl.data.source.tar_list import SPANS_FILE, TARS_FILE, PairFields, tar_stamp
 from megatron_vl.system import durable_files
@@ -181,7 +181,7 @@ class _TarPairs:
         raw_file: Any = self.tar_path.open("rb") if is_local else StoreFile(self.tar_path)
         seen_keys, last_name = set[str](), "the beginning"
         with raw_file, ITarFile.open(fileobj=raw_file, mode="r:") as tar_file:
-            found = iter_members(tar_file, self.tar_bytes, self.fields)
+            found = iter_members(tar_file, self.tar_bytes, self.fields, HEAD_BYTES)
             for key, group in itertools.groupby(found, lambda member: member.key):
                 members = list(group)
                 last_name = members[-1].name
@@ -195,7 +195,7 @@ class _TarPairs:
                     continue
                 self.digest.update(pair["json"] + str([member.info.size for member in members]).encode())
                 last = members[-1].info
-                self.spans.append((members[0].info.offset, last.offset_data + last.size))
+                self.spans.append((members[0].info.offset, min(last.offset_data + last.size, self.tar_bytes)))
                 yield cook_sample({**pair, "__key__": f"{self.name}[{len(self.spans) - 1}]"})
 
             # Where a tar ends too early, tarfile raises no error.
@@ -247,13 +247,15 @@ def _write_metadata(index: TarIndex, result_paths: list[Path], report: TarReport
 
 
 def _splits(out_dir: Path, counts: dict[str, int]) -> dict[str, Any]:
-    """The splits of an earlier index, with new tars in ``train``. Tars without pairs are left out."""
+    """The splits of an earlier index, and new tars in ``train``. Tars in none, or without pairs, stay out."""
     split_path = out_dir / METADATA_DIR / "split.yaml"
     splits = yaml.safe_load(split_path.read_text()) if split_path.exists() else {"split_parts": {}}
+    info_path = split_path.with_name(".info.json")
+    known = json.loads(info_path.read_text())["shard_counts"] if info_path.exists() else {}
     parts: dict[str, list[str]] = {"train": []} | {
         split: dataset_description.expand_shard_names(split_path, names or [])
         for split, names in splits["split_parts"].items()
     }
-    parts["train"] += counts.keys() - {name for names in parts.values() for name in names}
+    parts["train"] += counts.keys() - {*itertools.chain(*parts.values()), *filter(known.get, known)}
     parts = {split: sorted(name for name in names if counts.get(name)) for split, names in parts.items()}
     return {"exclude": [], **splits, "split_parts": parts}

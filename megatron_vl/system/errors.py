@@ -32,9 +32,9 @@ class UsageError(UserError):
     exit_code = 2
 
 
-_TORCH_ERROR_NAMES = {"OutOfMemoryError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Errors of torch about the machine. Only names are compared, because importing torch takes seconds."""
 _LOST_RANK_ERROR_NAMES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_LIBRARY_ERROR_NAMES = {"OutOfMemoryError", "FatalSampleError", *_LOST_RANK_ERROR_NAMES}
+"""Errors of torch and Energon about machine and storage. Names are compared: to import both takes seconds."""
 _RECORD_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EINVAL, errno.EILSEQ),  # a name that the file system cannot hold, or a damaged offset
@@ -62,7 +62,7 @@ def is_user_fixable(error: BaseException) -> bool:
     Fixable errors are refusals by this project, errors of files and disks, lack of memory, and a lost rank or
     network.
     """
-    if isinstance(error, UserError | OSError | MemoryError) or type(error).__name__ in _TORCH_ERROR_NAMES:
+    if isinstance(error, UserError | OSError | MemoryError) or type(error).__name__ in _LIBRARY_ERROR_NAMES:
         return True
     return type(error) is RuntimeError and bool(_LOST_RANK_PATTERN.search(str(error)))
 

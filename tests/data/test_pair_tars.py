@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.energon.epathlib import EPath
+from megatron.energon.errors import FatalSampleError
 from PIL import Image
 from werkzeug.serving import WSGIRequestHandler
 
@@ -27,7 +29,7 @@ from data_tools.tar_index import TarIndex, find_tars
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.row_encoder import RowEncoder
-from megatron_vl.data.source import pair_reader
+from megatron_vl.data.source import pair_reader, store_reading
 from megatron_vl.data.source.dataset_description import read_dataset, read_description
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.store_reading import read_tar_shards
@@ -257,6 +259,46 @@ def test_member_of_any_claimed_size_takes_no_memory(tmp_path, hf, kind, size, re
     assert report.pairs == 1 and report.broken == {reason: 1}
 
 
+def other_file(name: str, kind: bytes = tarfile.REGTYPE) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, "elsewhere" if kind == tarfile.SYMTYPE else ""
+    return info
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        # macOS writes a hidden file before each other one.
+        [other_file("f/._a.jpg"), other_file("f/._a.txt")],
+        [other_file("x.y", tarfile.DIRTYPE), other_file("b.jpg", tarfile.SYMTYPE)],
+        [other_file("f/a.png", tarfile.GNUTYPE_SPARSE), other_file("b.bin", tarfile.GNUTYPE_SPARSE)],
+        [other_file("f/a.__key__"), other_file("f/a.bin")],
+    ],
+)
+def test_other_files_among_those_of_a_pair_change_nothing(tmp_path, hf, others):
+    members = pair_members("f/a", 0, "The number 1.") + pair_members("caf\udce9", 1, "The number 2.")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar_file:
+        for i, (name, content) in enumerate(members):
+            if i < len(others):
+                tar_file.addfile(others[i])
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar_file.addfile(info, io.BytesIO(content))
+    report = index(tmp_path / "out", hf, tmp_path / "a.tar")
+    assert (report.pairs, report.broken) == (2, {})
+    assert trained_texts(tmp_path / "out", hf, r"The number (\d)") == {"1": 1, "2": 1}
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+def test_other_file_of_a_pair_may_be_truncated(tmp_path, hf, store, in_store):  # noqa: F811
+    path = write_tar(tmp_path / "a.tar", [*pair_members("a", 0, "The number 1."), ("a.bin", bytes(1 << 20))])
+    os.truncate(path, path.stat().st_size - (1 << 20))
+    store.upload_file(str(path), BUCKET, "truncated/a.tar")
+    report = index(tmp_path / "out", hf, "msc://images/truncated/a.tar" if in_store else path)
+    assert (report.pairs, report.broken) == (1, {})
+    assert trained_texts(tmp_path / "out", hf, r"The number (\d)") == {"1": 1}
+
+
 def test_incomplete_copy_of_an_index_is_refused(tars, tmp_path, hf):
     index(tmp_path / "out", hf, tars[0])
     spans = tmp_path / "out/.nv-meta/tars.idx"
@@ -318,10 +360,12 @@ def test_image_of_any_claimed_size_is_not_read(tmp_path, hf, monkeypatch):
     assert quarantined(tmp_path / "out")[0]["detail"] == "b.png of 10,001 bytes"
 
 
-@pytest.mark.parametrize("word", ["photo=jpg", "image=", "image"])
-def test_members_that_cannot_be_read_are_refused(word):
+@pytest.mark.parametrize(
+    "words", ["photo=jpg", "image=", "image", "text=txt image=jpg", "image=jpg text=txt"]
+)
+def test_members_that_cannot_be_read_are_refused(words):
     with pytest.raises(LoaderError, match="--members"):
-        parse_fields([word])
+        parse_fields(words.split())
 
 
 def test_captions_may_answer_a_question(tmp_path, hf):
@@ -387,6 +431,11 @@ def test_changed_and_new_tars_are_named_and_read_alone(tmp_path, hf):
     assert description.shards_by_split == {"train": ["00000.tar", "00002.tar"], "val": ["00001.tar"]}
     assert description.split_facts("train").dataset_identity["content"] != before["content"]
     assert len(list((out / "tar-index").iterdir())) == 3, "no results of earlier tars are left"
+
+    # A tar that was taken out of all splits stays out.
+    split.write_text('{"split_parts": {"train": ["00000.tar"], "val": ["00001.tar"]}}')
+    index(out, hf, folder)
+    assert read_description(str(out)).shards_by_split == {"train": ["00000.tar"], "val": ["00001.tar"]}
 
     (folder / "00002.tar").unlink()
     with pytest.raises(LoaderError, match="00002.tar"):
@@ -494,6 +543,27 @@ def test_index_in_a_store_reads_ranges_and_a_start_reads_no_tar(store, tmp_path,
             "the tars are as they were"
         )
         assert next(loader).num_images and all(place for method, _, place in seen if method == "GET")
+
+
+def test_refusal_of_a_store_is_no_damage_and_is_named(store, tmp_path, hf, monkeypatch, capsys):  # noqa: F811
+    """Also if it is gone when the same bytes are asked for again."""
+    image, caption = pair_members("a", 0, "Good.")
+    path = write_tar(tmp_path / "0.tar", [(image[0], image[1] + bytes(4 << 20)), caption])
+    store.upload_file(str(path), BUCKET, "refused/0.tar")
+    read_bytes, refused = store_reading._read_bytes, []
+
+    def refuses_once(path: EPath, start: int, end: int) -> bytes:
+        if start and not refused:
+            refused.append(start)
+            raise FatalSampleError(f"{path} cannot be read: no")
+        return read_bytes(path, start, end)
+
+    monkeypatch.setattr(store_reading, "_read_bytes", refuses_once)
+    given = ["--input", "msc://images/refused/0.tar", "--out", str(tmp_path / "out"), "--model.hf", str(hf)]
+    assert main(["data", "index", *given, "--workers", "1"]) == 1
+    shown = capsys.readouterr().err
+    assert "0.tar cannot be read: no" in shown and "This is a bug" not in shown
+    assert main(["data", "index", *given]) == 0
 
 
 # --- Commands -----------------------------------------------------------------------------------------------

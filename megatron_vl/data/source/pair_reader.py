@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from megatron.energon.edataclass import edataclass
+from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.config import skip_meta_re, split_name_re
 from megatron.energon.flavors.webdataset.itar import ITarFile, ITarSamplePointer
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
@@ -60,14 +61,14 @@ class TarMember(NamedTuple):
     extension: str
     content: bytes
     """What is needed of it: nothing, its head, or all."""
-    key: str = ""
+    key: str
     """Its name up to the first dot of the last part, as WebDataset groups files."""
-    problem: str = ""
+    problem: str
     """Why it cannot be used."""
-    info: tarfile.TarInfo = tarfile.TarInfo()
+    info: tarfile.TarInfo
 
 
-def iter_members(tar_file: ITarFile, end: int, fields: PairFields) -> Iterator[TarMember]:
+def iter_members(tar_file: ITarFile, end: int, fields: PairFields, max_head: int) -> Iterator[TarMember]:
     """Yields the files of a tar up to ``end``, or to what is no file. Of a JPEG, the head may be enough."""
     tar_file.tarinfo = _BoundedTarInfo
     text_extensions = {alternative.partition(":")[0] for alternative in fields.caption}
@@ -75,37 +76,36 @@ def iter_members(tar_file: ITarFile, end: int, fields: PairFields) -> Iterator[T
         try:
             info = tar_file.next()
         except Exception as error:  # tarfile raises all kinds of errors on a damaged tar
-            if is_machine_fault(error) or isinstance(error, OSError):
+            if is_machine_fault(error) or isinstance(error, OSError | FatalSampleError):
                 raise
             return
         if info is None or info.size < 0 or tar_file.offset <= info.offset:
             return
         tar_file.members.clear()  # it would remember each member
-        # Names may have any length and any bytes.
+        # Names may have any length and any bytes. Some programs write a hidden file before each other one.
         name = info.name.encode(errors="backslashreplace").decode()
-        name_parts = split_name_re.match(name)
+        name_parts = split_name_re.match("" if name.rpartition("/")[2].startswith(".") else name)
         if not name_parts or not info.isreg() or info.issparse() or skip_meta_re.match(name):
             continue
         key, extension = name_parts[1], name_parts[2].lower()
         content, problem = b"", ""
-        is_image = extension in fields.image
-        if is_image or extension in text_extensions:
+        if extension in text_extensions or extension in fields.image:
             if info.offset_data + info.size > end:
                 problem = "member truncated"
             elif info.size > MAX_MEMBER_BYTES:
                 problem = "member too large"
             else:
-                content = _read_content(tar_file, info, HEAD_BYTES if is_image else info.size)
-                with contextlib.suppress(PixelError):  # only a JPEG says all of it at its beginning
-                    is_image = is_image and not (content.startswith(JPEG_MAGIC) and image_size(content))
-                if is_image:
-                    content = _read_content(tar_file, info, info.size)
+                content = _read_content(tar_file, info, max_head)
         yield TarMember(name, extension, content, key, problem, info)
 
 
-def _read_content(tar_file: ITarFile, info: tarfile.TarInfo, max_bytes: int) -> bytes:
+def _read_content(tar_file: ITarFile, info: tarfile.TarInfo, max_head: int) -> bytes:
     tar_file.fileobj.seek(info.offset_data)
-    return bytes(tar_file.fileobj.read(min(info.size, max_bytes)))
+    head = bytes(tar_file.fileobj.read(min(info.size, max_head)))
+    with contextlib.suppress(PixelError):  # only a JPEG says all of it at its beginning
+        if len(head) == info.size or head.startswith(JPEG_MAGIC) and image_size(head):
+            return head
+    return head + bytes(tar_file.fileobj.read(info.size - len(head)))
 
 
 def read_pair(members: Sequence[TarMember], fields: PairFields, origin: dict[str, str]) -> dict[str, Any]:
@@ -203,11 +203,11 @@ class PairReader(ShardInfosITarReader):
         shard: Any = self.shard_infos[shard_number]
         if not isinstance(shard, TarShard):
             return super()._get_item_by_sample_pointer(sample_pointer, restore_index, entry_match_fn)
-        found = super()._get_item_by_sample_pointer(sample_pointer, restore_index, lambda _: True)
-        members = [
-            TarMember(f"{found['__key__']}.{extension}", extension.lower(), content)
-            for extension, content in found.items()
-            if isinstance(content, bytes)
-        ]
-        pair = read_pair(members, shard.fields, {"file": shard.name, "record": found["__key__"]})
+        with self._open_itarfile(sample_pointer.tar_file_id) as tar_file:
+            tar_file.offset = sample_pointer.byte_offset
+            end = sample_pointer.byte_offset + sample_pointer.byte_size
+            found = list(iter_members(tar_file, end, shard.fields, MAX_MEMBER_BYTES))
+        key = found[0].key if found else ""
+        members = [member for member in found if member.key == key]
+        pair = read_pair(members, shard.fields, {"file": shard.name, "record": key})
         return {**pair, "__key__": f"{shard.name}[{number}]", "__shard__": shard.name}

@@ -46,9 +46,9 @@ def parse_fields(words: Iterable[str]) -> PairFields:
         LoaderError: a word cannot be read.
     """
     fields = {"image": "jpg|jpeg|png|webp", "caption": "txt|json:caption", "prompt": ""}
-    for word in words:
+    for word in (given := [*words]):
         name, _, value = word.partition("=")
-        if name == "text":
+        if name == "text" and len(given) == 1:
             name, fields["image"] = "caption", ""
         if name not in fields or not value:
             raise LoaderError(
@@ -57,12 +57,10 @@ def parse_fields(words: Iterable[str]) -> PairFields:
             )
         fields[name] = value
     # Extensions are compared in small letters, and keys of JSON as they are.
-    captions = [caption.partition(":") for caption in fields["caption"].split("|")]
-    return PairFields(
-        fields["image"].lower().split("|") if fields["image"] else [],
-        [f"{extension.lower()}{colon}{keys}" for extension, colon, keys in captions],
-        fields["prompt"],
-    )
+    parts = [caption.partition(":") for caption in fields["caption"].split("|")]
+    captions = [f"{extension.lower()}{colon}{keys}" for extension, colon, keys in parts]
+    images = fields["image"].lower().split("|") if fields["image"] else []
+    return PairFields(images, captions, fields["prompt"])
 
 
 @dataclass(frozen=True)
