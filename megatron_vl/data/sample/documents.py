@@ -1,10 +1,9 @@
 """Documents: how they become tokens.
 
 A document is a list of texts and media in their order, without a chat template. It begins with its first
-text or medium, as Qwen's tokenizers have no token for a beginning, and ends with ``<|endoftext|>``. Media are
-written as in a conversation: between ``<|vision_start|>`` and ``<|vision_end|>``, and with timestamps where
-the family writes them. All tokens of texts and the end token are trained on. Those of media are not: neither
-placeholders, nor the tokens around them, nor timestamps. ``docs/pretraining-data.md`` names the sources.
+text or medium, and ends with ``<|endoftext|>``. Media are written as in a conversation. All tokens of texts
+and the end token are trained on, and none of media: neither placeholders, nor the tokens around them, nor
+timestamps. ``docs/pretraining-data.md`` names the sources.
 """
 
 from __future__ import annotations
@@ -38,16 +37,17 @@ def encode_document(
         of each medium in these tokens.
 
     Raises:
-        ChatError: the parts do not match the media, or a text has a control token.
+        ChatError: the parts do not match the media, a text has a control token, or the tokenizer no end.
     """
     # Neighbouring texts are read as one, in which pieces of a token could meet.
     texts = "".join(part["text"] if part["type"] == "text" else "\n" for part in parts)
     check_control_tokens([{"content": texts}], ())
     if [part["type"] for part in parts if part["type"] != "text"] != [grid.kind for grid in grids]:
         raise ChatError("the media of the document are not those that it names")
+    if encoder.tokenizer.backend_tokenizer.token_to_id(END_TOKEN) is None:
+        raise ChatError(f"the tokenizer has no {END_TOKEN}, which ends documents")
 
-    text, next_grid = "", iter(grids)
-    character_spans = []
+    text, next_grid, character_spans = "", iter(grids), list[tuple[int, int]]()
     for part in parts:
         start = len(text)
         text += part["text"] if part["type"] == "text" else encoder.medium_text(next(next_grid))
