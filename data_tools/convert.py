@@ -46,7 +46,6 @@ RECORDS_PER_BLOCK = 256
 """Records that stay together when the work is divided into parts: a part then reads few row groups of a
 table that it does not need."""
 MAX_IGNORED_KEYS = 100
-OTHER_KEYS = "other keys"
 FACT_OPTIONS = (
     *("val_fraction", "samples_per_shard", "bytes_per_shard", "max_pixels", "duplicate_ids", "format"),
     *("columns", "missing_markers", "caption_prompt"),
@@ -98,7 +97,7 @@ class DataReport:
         for key_location, written_key in sample.ignored_keys:
             key = _escape_invalid_unicode(written_key)
             counts = self.ignored.setdefault(key_location, {})
-            key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else OTHER_KEYS
+            key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else "other keys"
             counts[key] = counts.get(key, 0) + 1
         for name, count in sample.counts.items():
             setattr(self, name, getattr(self, name) + count)

@@ -64,7 +64,6 @@ COLUMN_FIELDS = {"user": "instruction", "assistant": "output", "image": "images"
 }
 """Our field for each entry of ``--columns``."""
 TRAINED_FIELDS = ("output", "caption", "text")
-REQUIRED_FIELDS = ("instruction", *TRAINED_FIELDS)
 MAX_SHOWN_NAMES = 300
 """Characters of the names of fields that a message shows."""
 
@@ -187,7 +186,7 @@ def with_columns(input_files: list[InputFile], columns_text: str) -> list[InputF
         seen.update(field_by_column)  # later records may have it
     for path, names in names_by_path.items():
         for column, known_field in field_by_column.items():
-            if names and column not in (names if known_field in REQUIRED_FIELDS else seen):
+            if names and column not in (names if known_field in ("instruction", *TRAINED_FIELDS) else seen):
                 shown_names = ", ".join(map(repr, names))[:MAX_SHOWN_NAMES]
                 raise ConvertError(
                     f"--columns {columns_text}: {path} has no {column!r}; it has {shown_names}"
@@ -236,7 +235,8 @@ def _folder_files(input_dir: Path) -> list[Path]:
     suffixes = sorted(set(map(record_suffix, files)))
     if len(suffixes) != 1:
         suffixes_text = " and ".join(suffixes) or f"no {', '.join((*TABLE_SUFFIXES, *TEXT_SUFFIXES))}"
-        raise ConvertError(f"{input_dir} holds {suffixes_text}; {ONE_KIND}")
+        advice = f"give its data set {input_dir}/data" if (input_dir / "data/.nv-meta").exists() else ONE_KIND
+        raise ConvertError(f"{input_dir} holds {suffixes_text}; {advice}")
 
     # Test data would be trained on if a folder with several splits were read as a whole.
     split_matches = [SPLIT_PATTERN.search(str(path.relative_to(input_dir))) for path in files]

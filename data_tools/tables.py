@@ -91,7 +91,7 @@ def column_names(table_path: Path) -> list[str]:
         import pyarrow.parquet as pq
 
         return list(pq.read_schema(table_path).names)
-    with table_path.open(encoding="utf-8-sig", newline="") as table_file:
+    with table_path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as table_file:
         return _read_header(table_path, table_file)[0]
 
 
@@ -100,6 +100,7 @@ def _read_header(table_path: Path, table_file: TextIO) -> tuple[list[str], Any]:
     csv.field_size_limit(MAX_BATCH_BYTES)
     reader = csv.reader(table_file, delimiter="\t" if table_path.suffix == ".tsv" else ",", strict=True)
     names = next(reader, [])
+    _check_utf8(names)
     if len(names) == 1 and ";" in names[0]:
         raise ValueError("the first line has semicolons and no comma; write the file with commas")
     if not names or len(set(names)) < len(names):
@@ -109,15 +110,23 @@ def _read_header(table_path: Path, table_file: TextIO) -> tuple[list[str], Any]:
 
 def _read_csv(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
     """Yields (rows, 0). The first line names the columns; an empty field is a missing one."""
-    with table_path.open(encoding="utf-8-sig", newline="") as table_file:
+    with table_path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as table_file:
         names, reader = _read_header(table_path, table_file)
         try:
             for values in filter(None, reader):
+                _check_utf8(values)
                 if len(values) != len(names):
                     raise ValueError(f"{len(values)} fields instead of {len(names)}")
                 yield [{name: text for name, text in zip(names, values, strict=True) if text}], 0
         except (csv.Error, ValueError) as error:
             raise ValueError(f"line {reader.line_num}: {error}") from error
+
+
+def _check_utf8(values: list[str]) -> None:
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it is not UTF-8; save the file as UTF-8") from error
 
 
 def _rows_per_batch(num_rows: int, num_bytes: int) -> int:

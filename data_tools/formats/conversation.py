@@ -80,12 +80,6 @@ def count_media(message: Message) -> int:
     return 0 if isinstance(content, str) else sum(part["type"] != "text" for part in content)
 
 
-def message_text(message: Message) -> str:
-    """The text of a message, without its media."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-
-
 def join_text_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Content with neighbouring texts joined; a string if it has no media."""
     joined_parts: list[dict[str, Any]] = []
@@ -175,7 +169,9 @@ def check_answers(messages: list[Message], turns_field: str) -> None:
     From such an answer, a model would only learn to end its turn at once.
     """
     for i, message in enumerate(messages):
-        is_empty = not message_text(message).strip() and not message.get("tool_calls")
+        content = message["content"]
+        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        is_empty = not text.strip() and not message.get("tool_calls")
         if message["role"] == "assistant" and is_empty:
             detail = f"the assistant's turn {i + 1} holds no text to train on"
             raise RecordError("empty answer", detail, f"{turns_field}[{i}]")

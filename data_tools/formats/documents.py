@@ -18,7 +18,6 @@ from .record_reader import EMPTY_VALUES, MEDIA_KINDS, MEDIA_MARKER, RecordFormat
 TEXT_FIELDS = ("text", "caption")
 FIELDS = (*TEXT_FIELDS, "texts", "text_list")
 MMC4_REFERENCE_KEYS = ("image_name", "image", "path", "bytes", "url", "raw_url")
-PARAGRAPH_BREAK = "\n\n"
 
 
 def answer_prompt(record: dict[str, Any], document: list[Message], prompt: str) -> list[Message]:
@@ -82,7 +81,7 @@ def _read_interleaved(record: dict[str, Any], reader: RecordReader) -> list[Mess
             text = checked_text(value, f"texts[{i}]")
             previous = parts[-1].get("text", " ") if parts else " "
             if not previous[-1].isspace() and not text[0].isspace():
-                text = PARAGRAPH_BREAK + text
+                text = "\n\n" + text
             parts.append({"type": "text", "text": text})
     return _document(parts, "texts")
 

@@ -8,8 +8,6 @@ from typing import Any
 from .conversation import Message, RecordError, shorten_value
 from .record_reader import RecordFormat, RecordReader, listed_turns
 
-QUESTION_KEYS = ("human", "user")
-ANSWER_KEYS = ("assistant", "gpt", "bot")
 LISTED_TURNS = {"from": "conversations", "role": "messages"}
 """The field of turns that have this key."""
 
@@ -24,7 +22,7 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
                 "bad turn", f"an object is required, but this is {shorten_value(turn_pair)}", field_path
             )
         read_keys = []
-        for role, role_keys in (("user", QUESTION_KEYS), ("assistant", ANSWER_KEYS)):
+        for role, role_keys in (("user", ("human", "user")), ("assistant", ("assistant", "gpt", "bot"))):
             text_key = next((name for name in role_keys if turn_pair.get(name) is not None), None)
             if text_key is None:
                 listed_field = next((LISTED_TURNS[key] for key in LISTED_TURNS if key in turn_pair), "")

@@ -238,3 +238,6 @@ def test_folders_of_several_splits_or_kinds_are_refused(tmp_path):
     (tmp_path / "test-00000-of-00001.parquet").rename(tmp_path / "more.jsonl")
     with pytest.raises(ConvertError, match=".jsonl and .parquet; give one of its files"):
         out_of(tmp_path, tmp_path)
+    (tmp_path / "data/.nv-meta").mkdir(parents=True)
+    with pytest.raises(ConvertError, match=f".jsonl and .parquet; give its data set {tmp_path}/data"):
+        out_of(tmp_path, tmp_path)

@@ -39,7 +39,9 @@ def test_csv_rows_are_records_with_quotes_newlines_and_missing_fields(tmp_path: 
         ("a,b\n1,2,3\n", "line 2: 3 fields instead of 2"),
         ("a,a\n1,2\n", "must name each column once"),
         ('a,b\n1,"2\n', "line 2: unexpected end of data"),
-        ("a,b\n1,\xe9\n", "decode"),
+        ("a,b\n1,\xe9\n", "line 2: it is not UTF-8; save the file as UTF-8"),
+        ("a,b\n" + "1,2\n" * 9000 + "1,\xe9\n", "line 9002: it is not UTF-8"),
+        ("a,\xe9\n1,2\n", "it is not UTF-8; save the file as UTF-8"),
         ("a;b\n1;2\n", "has semicolons and no comma; write the file with commas"),
     ],
 )

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import subprocess
 
 import pytest
 
@@ -103,6 +104,14 @@ def test_even_routing_chooses_experts_evenly(tiny_checkpoint) -> None:
     """The busiest expert's tokens over the mean would be experts / top_k without the option."""
     busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))
     assert busiest and max(busiest) < 1.5, busiest
+
+
+def test_a_benchmark_that_was_killed_says_so(tiny_checkpoint, capsys, monkeypatch) -> None:
+    """The kernel does so where memory ends, and nothing else is printed."""
+    killed = subprocess.CompletedProcess([], -9)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    assert main(["bench", "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]) == 1
+    assert "signal 9 ended the rank; if memory ran out, take fewer layers" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

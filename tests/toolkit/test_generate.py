@@ -111,6 +111,13 @@ def test_generate_thinks_as_the_template_is_asked_to(
     assert (f"<think>\n{shown.strip()}\n</think>\n" in printed.err) == (thinking == "on")
 
 
+def test_spaces_of_other_scripts_are_shown_as_they_are() -> None:
+    assert (
+        escape_unprintable("你好\u3000Ça va\u202f?\u00a0\x1b\u202e")
+        == "你好\u3000Ça va\u202f?\u00a0\\u001b\\u202e"
+    )
+
+
 def folder_tensors(hf: Path) -> dict[str, bytes]:
     """The contents of a checkpoint's weights."""
     return {path.name: path.read_bytes() for path in hf.glob("*.safetensors")}

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from megatron_vl.system.errors import UsageError
+from megatron_vl.system.errors import UsageError, UserError
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
-
 
 GPU_ENVIRONMENT = {
     # Overlapping communication with tensor parallelism requires a single work queue.
@@ -36,29 +35,28 @@ def run_group(
 
     Args:
         show: where the output of the processes goes. ``nothing``: into the result; ``all``: to the output of
-            this process.
+            this process, which raises UserError if a signal ends them.
         on_cpu: whether they use no GPU, so that they may be forks of a process that imported the stack.
     """
     launcher_arguments: list[str] = []
     if world_size > 1:
         launcher = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
         launcher_arguments = ["-m", *launcher, "--standalone", "--nproc-per-node", str(world_size)]
+    env = {**GPU_ENVIRONMENT, **os.environ, "TOKENIZERS_PARALLELISM": "false"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH"))))
+    env |= single_rank_variables() if world_size == 1 else {}
     captured_output = subprocess.PIPE if show == "nothing" else None
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)],
-        env=_rank_environment(world_size),
+        env=env,
         stdout=captured_output,
         stderr=captured_output,
         text=True,
         check=False,
     )
-
-
-def _rank_environment(world_size: int) -> dict[str, str]:
-    python_path = filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))
-    rank_environment = {**GPU_ENVIRONMENT, **os.environ}
-    rank_environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(python_path)}
-    return rank_environment | (single_rank_variables() if world_size == 1 else {})
+    if show == "all" and done.returncode < 0:
+        raise UserError(f"signal {-done.returncode} ended the rank; if memory ran out, take fewer layers")
+    return done
 
 
 def usable_gpus(ranks: int | None = None) -> int:

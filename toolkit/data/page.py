@@ -28,7 +28,6 @@ MAX_MEDIA_SHOWN = 8
 """Images and videos of a sample, and frames of a video."""
 MAX_IMAGE_SIDE = 360
 """Pixels on the page."""
-BOX_COLOUR = "blue"
 MAX_BARS = 30
 
 
@@ -107,7 +106,7 @@ def _frame_images(medium: dict[str, Any], pixels: Tensor | None) -> list[str]:
         for box in medium.get("boxes", ()):
             draw, edge = ImageDraw.Draw(image), 4 * line_width * (len(box) == 2)  # a point is a small square
             corners = [box[0] - edge, box[1] - edge, box[-2] + edge, box[-1] + edge]
-            draw.rectangle(corners, outline=BOX_COLOUR, width=line_width)
+            draw.rectangle(corners, outline="blue", width=line_width)
         image.thumbnail((side, side))
         image.save(jpeg := io.BytesIO(), "JPEG", quality=80)
         texts.append(base64.b64encode(jpeg.getvalue()).decode())

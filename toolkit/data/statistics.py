@@ -120,5 +120,7 @@ def format_number(value: float) -> str:
 
 def escape_unprintable(text: object) -> str:
     """Spells out characters that a terminal or a page would act on or hide: control characters but ends of
-    lines and tabs, and marks that change the direction of writing."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\u{ord(c):04x}" for c in str(text))
+    lines and tabs, and marks that change the direction of writing. Chinese and French spaces stay."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t\u3000\u00a0\u202f" else f"\\u{ord(c):04x}" for c in str(text)
+    )

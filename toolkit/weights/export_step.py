@@ -24,7 +24,6 @@ from megatron_vl.weights.weight_reader import WeightReader
 
 EXPORT_THREADS = 2
 """Few: the training comes first."""
-PROCESS_NICENESS = 10
 
 
 @dataclass
@@ -50,7 +49,7 @@ class ExportJob:
 def main(argv: list[str]) -> int:
     export_job = ExportJob(**json.loads(argv[0]))
     end_with_parent(export_job.parent)
-    os.nice(PROCESS_NICENESS)
+    os.nice(10)
 
     try:
         export_step(export_job)
