@@ -391,7 +391,8 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
     system = f"transformers {transformers.__version__} + {'PEFT' if has_lora else 'FSDP2'}"
     figures = bench.describe_run(options, device.type, system, notes)
     workloads = {name: measure(trainer, name, figures["machine"]) for name in options.workloads}
-    bench.report_figures(options, figures | {"workloads": workloads})
+    if dist.get_rank() == 0:
+        bench.report_figures(options, figures | {"workloads": workloads})
     if given.ours and dist.get_rank() == 0:
         ours = json.loads(given.ours.read_text())["workloads"]
         for name, mine in workloads.items():

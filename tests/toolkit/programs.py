@@ -75,6 +75,22 @@ def busiest_experts(hf: str) -> list[float]:
     return [float(load.max() / load.float().mean()) for load in loads]
 
 
+def benchmark_that_fails_in_text(options: list[str]) -> None:
+    """A benchmark whose second kind of rows finds no memory."""
+    from toolkit.bench.measure import Measure, measure_benchmark
+    from toolkit.bench.options import parse_bench_options
+
+    before_step = Measure.before_step
+
+    def fail_in_text(measure: Measure, trainer: Any) -> None:
+        before_step(measure, trainer)
+        if measure.name == "text":
+            raise RuntimeError("no memory for rows of text")
+
+    Measure.before_step = fail_in_text
+    measure_benchmark(parse_bench_options(options))
+
+
 def card_losses(hf: str, folder: str, dtype: str, steps: int, lr: float) -> dict[str, Any]:
     """Gaps to a card's losses in transformers: here, there with other kernels, here with another rate."""
     from benchmarks import card

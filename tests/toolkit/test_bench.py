@@ -17,7 +17,7 @@ from megatron_vl.spec.families import read_spec
 from tests.support import ranks
 from tests.support.ranks import call, run_module
 from tests.support.tiny_run import prepare
-from tests.toolkit.programs import busiest_experts
+from tests.toolkit.programs import benchmark_that_fails_in_text, busiest_experts
 from toolkit.bench import command
 from toolkit.bench.options import WARM_UP
 from toolkit.cli import main
@@ -70,6 +70,15 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         assert w["mfu"] * seconds * RANKS * 0.5e12 == pytest.approx(total)
         assert w["vision_flops_share"] == pytest.approx(sum(row.tower for row in model) / total)
         assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(sum(row.total for row in all_tokens) / total)
+
+
+@pytest.mark.ranks
+def test_measured_speed_is_shown_if_a_later_step_fails(tiny_checkpoint, tmp_path, monkeypatch) -> None:
+    words = f"--data.seq_len 256 --global_batch_size 1 --out {tmp_path}/figures.json --timed 1 --platform cpu"
+    options = ["--model.hf", str(tiny_checkpoint("qwen2_5_vl")), *words.split()]
+    with pytest.raises(AssertionError, match="no memory for rows of text"):
+        call(benchmark_that_fails_in_text, options=options)
+    assert json.loads((tmp_path / "figures.json").read_text())["workloads"].keys() == {"images"}
 
 
 @pytest.mark.ranks

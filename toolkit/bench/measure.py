@@ -38,10 +38,14 @@ from .step_parts import PartTimer
 def measure_benchmark(bench_run: BenchRun) -> dict[str, Any]:
     """Measures and reports. Every rank gets the same figures. Collective."""
     measure = Measure(bench_run)
-    with contextlib.redirect_stdout(sys.stderr):  # the lines of the run; the figures go to standard output
-        train(bench_run.config, bench_run.spec, [measure])
-    if len(measure.speeds) == len(bench_run.workloads):  # otherwise, a signal stopped the run, which says so
-        report_figures(bench_run, measure.figures)
+    try:
+        with contextlib.redirect_stdout(
+            sys.stderr
+        ):  # the lines of the run; the figures go to standard output
+            train(bench_run.config, bench_run.spec, [measure])
+    finally:
+        if measure.speeds and dist.get_rank() == 0:  # also if memory ran out in a later step
+            report_figures(bench_run, measure.figures)
     return measure.figures
 
 
@@ -130,9 +134,7 @@ def describe_run(bench_run: BenchRun, platform_name: str, system: str, notes: li
 
 
 def report_figures(bench_run: BenchRun, figures: dict[str, Any]) -> None:
-    """On rank 0, writes the file ``--out`` and prints the figures."""
-    if dist.get_rank() != 0:
-        return
+    """Writes the file ``--out`` and prints the figures."""
     if out := bench_run.options.out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(json.dumps(figures, indent=2) + "\n")
