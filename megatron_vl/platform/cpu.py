@@ -2,19 +2,18 @@
 
 Core asks ``torch.cuda`` for devices, streams and RNG states, creates tensors with ``device="cuda"`` and
 compares type strings with ``torch.cuda.FloatTensor``. This module redirects all of these to the CPU. It
-replaces functions of ``torch.cuda``, tensor factories and tensor methods. It is not loaded on CUDA.
+replaces functions of ``torch.cuda``, and a :class:`TorchFunctionMode` handles factories and tensor methods.
+It is not loaded on CUDA.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._device import _device_constructors
+from torch.overrides import TorchFunctionMode
 
 from megatron_vl.core_fixes.gloo_threads import use_one_gloo_worker
 
@@ -54,47 +53,30 @@ def _is_cuda_device(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-_FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "linspace", "ones", "ones_like", "rand"),
-    *("randint", "randn", "tensor", "zeros", "zeros_like"),
-)
-"""Those that core calls with a device."""
+_TENSOR_TYPE = torch.Tensor.type
+_TENSOR_CUDA = torch.Tensor.cuda
+_TENSOR_TO = torch.Tensor.to
+_REDIRECTED_METHODS = frozenset((_TENSOR_TYPE, _TENSOR_CUDA, _TENSOR_TO))
 
 
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, for which a CUDA device is the CPU."""
+class CudaOnCpu(TorchFunctionMode):
+    """Redirects tensor factories and methods that name a CUDA device to the CPU."""
 
-    @functools.wraps(function)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs and _is_cuda_device(kwargs["device"]):
-            kwargs["device"] = "cpu"
-        return function(*args, **kwargs)
-
-    return make
-
-
-def _patch_tensors() -> None:
-    """Redirects factories and tensor methods that name a CUDA device to the CPU.
-
-    A ``TorchFunctionMode`` would need no list, but is called for every operation: a tenth of a small step.
-    """
-    tensor_class: Any = torch.Tensor
-    tensor_type, tensor_to = tensor_class.type, _on_cpu(tensor_class.to)
-
-    def type_of(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        named = tensor_type(tensor, *args, **kwargs)
-        # Core decides by the type string whether a parameter gets master weights.
-        return named.replace("torch.", "torch.cuda.", 1) if isinstance(named, str) else named
-
-    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        is_moved = bool(args) and _is_cuda_device(args[0])
-        return tensor_to(tensor, *(("cpu", *args[1:]) if is_moved else args), **kwargs)
-
-    tensor_class.type, tensor_class.to = type_of, to
-    tensor_class.cuda = lambda tensor, *args, **kwargs: tensor
-    _device_constructors()  # its cache must hold torch's own: `with torch.device("meta")` compares with them
-    for name in _FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Thousands of operations of a step come through here. Nearly all of them need only two comparisons.
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and _is_cuda_device(device):
+                kwargs = {**kwargs, "device": "cpu"}
+        if func in _REDIRECTED_METHODS:
+            if func is _TENSOR_CUDA:
+                return args[0]
+            if func is _TENSOR_TYPE and len(args) == 1 and not kwargs:
+                # Core decides by the type string whether a parameter gets master weights.
+                return func(*args).replace("torch.", "torch.cuda.", 1)
+            if func is _TENSOR_TO and len(args) > 1 and _is_cuda_device(args[1]):
+                args = (args[0], "cpu", *args[2:])
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -105,28 +87,28 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool =
     torch.set_rng_state(new_state)
 
 
-_is_installed = False
+_installed_mode: CudaOnCpu | None = None
 
 
 def install_cpu_platform() -> None:
     """Redirects core's CUDA calls to the CPU for the life of the process. A second call does nothing."""
-    global _is_installed
-    if _is_installed:
+    global _installed_mode
+    if _installed_mode is not None:
         return
     if torch.cuda.is_available():
         # If the machine has a GPU, core's imports would initialise it. The user's own setting takes
         # precedence.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-        # Core's functions were then compiled while it was imported.
+        # Core's functions were then compiled while it was imported, and Dynamo fails within the mode below.
         torch.compiler.set_stance("force_eager")
     # Core warns at every start unless this is set. Without a GPU the value has no effect.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _patch_torch_cuda()
-    _patch_tensors()
     _patch_core_rng()
     _avoid_transformer_engine()
     use_one_gloo_worker()
-    _is_installed = True
+    _installed_mode = CudaOnCpu()
+    _installed_mode.__enter__()
 
 
 def _patch_torch_cuda() -> None:

@@ -8,7 +8,6 @@ of every rank. Apart from that, it builds what the trainer builds, with the modu
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,9 +38,8 @@ class _MetaPlatform(Platform):
         return torch.device("meta")
 
 
-_TENSOR_FACTORIES = tuple(map(inspect.unwrap, (torch.empty, torch.zeros, torch.ones)))
-"""The functions that create parameters, as torch has them. Computed constants (such as rotary frequencies)
-stay real."""
+_TENSOR_FACTORIES = (torch.empty, torch.zeros, torch.ones)
+"""The functions that create parameters. Computed constants (such as rotary frequencies) stay real."""
 
 
 class _MetaDeviceMode(TorchFunctionMode):
