@@ -39,9 +39,7 @@ def measure_benchmark(bench_run: BenchRun) -> dict[str, Any]:
     """Measures and reports. Every rank gets the same figures. Collective."""
     measure = Measure(bench_run)
     try:
-        with contextlib.redirect_stdout(
-            sys.stderr
-        ):  # the lines of the run; the figures go to standard output
+        with contextlib.redirect_stdout(sys.stderr):  # lines of the run; only figures go to standard output
             train(bench_run.config, bench_run.spec, [measure])
     finally:
         if measure.speeds and dist.get_rank() == 0:  # also if memory ran out in a later step
