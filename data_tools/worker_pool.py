@@ -103,5 +103,8 @@ def run_tasks(function: Callable[[int], Any], num_tasks: int, num_workers: int) 
     # Forked processes would not survive the tokenizer's own threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _task_function[:] = [function]
-    with WorkerPool(min(num_workers, num_tasks)) as pool:
-        yield from pool.results_in_order(_run_task, zip(range(num_tasks)))
+    try:
+        with WorkerPool(min(num_workers, num_tasks)) as pool:
+            yield from pool.results_in_order(_run_task, zip(range(num_tasks)))
+    finally:
+        _task_function.clear()  # it holds tokenizer and readers

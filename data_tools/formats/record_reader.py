@@ -362,6 +362,14 @@ class RecordReader:
 
     def read_media_part(self, item: dict[str, Any], part_type: str, field_path: str) -> dict[str, Any]:
         media_kind = part_type.removesuffix("_url")
+        other_kind = "video" if media_kind == "image" else "image"
+        for conflicting_key in (other_kind, f"{other_kind}_url"):
+            if item.get(conflicting_key) not in EMPTY_VALUES:
+                detail = (
+                    f"a content part of type {part_type!r} that also has {conflicting_key!r}; write two parts"
+                )
+                raise RecordError("two media in a part", detail, f"{field_path}.{conflicting_key}")
+
         reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path")
         reference_key = next((key for key in reference_keys if item.get(key) is not None), None)
         media_value = item[reference_key] if reference_key else None

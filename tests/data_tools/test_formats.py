@@ -331,6 +331,11 @@ REFUSED = [
     ({"messages": [MARKED, SAY], "markers": "txt"}, "bad markers", "markers"),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
     ({"conversation": [{"human": "a"}]}, "bad turn", "conversation[0]"),
+    (
+        asks_in_parts({"type": "image", "image": "a.png", "video": "b.mp4"}),
+        "two media in a part",
+        "messages[0].content[0].video",
+    ),
     (asks_in_parts({"image": "a", "text": "b"}), PART, "messages[0].content[0]"),
     (asks_in_parts({"type": "reasoning", "text": "b"}), PART, "messages[0].content[0]"),
     ({"tools": "weather", "messages": [ASK, SAY]}, "bad tools", "tools"),
