@@ -67,6 +67,7 @@ class Measure(Hook):
                 router.config.moe_router_force_load_balancing = True
         self.figures = describe_run(self.bench_run, trainer.platform.name, "megatron-vl", notes)
         self.figures["workloads"] = self.speeds
+        self.timer = PartTimer(trainer)
 
     def before_step(self, trainer: Trainer) -> None:
         workloads = self.bench_run.workloads
@@ -74,12 +75,12 @@ class Measure(Hook):
         if self.number == 0:
             self.name = list(workloads)[workload]
             trainer.read_rows_of(workloads[self.name])
-            self.timer = PartTimer(trainer)
+            self.timer.time_method(trainer.batches, "next_batch", "data")
         if self.number <= WARM_UP:  # kernels are compiled and memory is allocated in earlier steps
             torch.cuda.reset_peak_memory_stats()
             self.metrics = MetricsLog(trainer.config, trainer.spec, trainer.grid, trainer.platform)
             self.end_times, self.loss_tokens = [time.perf_counter()], 0
-        elif self.number >= WARM_UP + self.bench_run.options.timed:
+        elif 0 <= self.number - WARM_UP - self.bench_run.options.timed < PART_STEPS:
             dist.barrier()
             self.timer.begin("step")
 
@@ -110,13 +111,12 @@ def speed_figures(
     speed = totals.speed_metrics(seconds, len(step_seconds), machine["gpus"], machine["peak_tflops"])
     one_token = RowSizes(tokens=0, token_pairs=0, loss_tokens=1)
     output_flops = needed_flops(bench_run.spec, config.model, config.lora, one_token, config.mtp).output
-    left_out = (totals.num_real_tokens - loss_tokens) * output_flops
-    share = left_out / (totals.language_flops + totals.vision_flops)
+    all_flops, left_out = totals.language_flops + totals.vision_flops, totals.num_real_tokens - loss_tokens
     return speed | {
         "step_s_min": min(step_seconds),
         "step_s_max": max(step_seconds),
         "images_per_s": totals.images / seconds,
-        "mfu_all_tokens": speed["mfu"] and speed["mfu"] * (1 + share),
+        "mfu_all_tokens": speed["mfu"] and speed["mfu"] * (1 + left_out * output_flops / all_flops),
     }
 
 

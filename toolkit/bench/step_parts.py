@@ -51,13 +51,12 @@ class PartTimer:
         self.open_spans: dict[str, Any] = {}
         first_chunk = trainer.model_chunks[0].module
         first_chunk.config.timers = self  # core's schedules begin and end the passes of chunks
-        self._time_method(trainer.batches, "next_batch", "data")
-        self._time_method(first_chunk.config, "finalize_model_grads_func", "gradient finalisation")
-        self._time_method(trainer.optimizer, "prepare_grads", "optimizer")
-        self._time_method(trainer.optimizer, "step_with_ready_grads", "optimizer")
+        self.time_method(first_chunk.config, "finalize_model_grads_func", "gradient finalisation")
+        self.time_method(trainer.optimizer, "prepare_grads", "optimizer")
+        self.time_method(trainer.optimizer, "step_with_ready_grads", "optimizer")
         self.runs_in_chunk = first_chunk.decoupled is None
         for method, name in () if self.runs_in_chunk else DECOUPLED_SPANS.items():
-            self._time_method(first_chunk.decoupled, method, name)
+            self.time_method(first_chunk.decoupled, method, name)
         if first_chunk.vision_model is not None:
             self._time_tower(first_chunk.vision_model)
 
@@ -85,7 +84,7 @@ class PartTimer:
         yield
         self.end(name)
 
-    def _time_method(self, owner: Any, method: str, name: str) -> None:
+    def time_method(self, owner: Any, method: str, name: str) -> None:
         """Times the calls of a method of this instance."""
         setattr(owner, method, self._span(name)(getattr(owner, method)))
 
@@ -97,7 +96,7 @@ class PartTimer:
                 if "step" in self.open_spans and isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda _: self.begin("vision backward"))
 
-        self._time_method(tower, "forward", "vision forward")
+        self.time_method(tower, "forward", "vision forward")
         tower.register_forward_hook(time_backward)
         first_trained = next((weight for weight in tower.parameters() if weight.requires_grad), None)
         if first_trained is not None:
@@ -115,6 +114,7 @@ class PartTimer:
             parts[f"language {way}"] = spans[f"chunk {way}"] - self.runs_in_chunk * spans[f"vision {way}"]
             parts[f"vision {way}"] = float(spans[f"vision {way}"])
         parts["idle"] = spans["step"] - sum(parts.values())
+        self.spans.clear()
         found: list[Any] = [None] * grid.world_size
         dist.all_gather_object(found, (grid.pp_rank, parts))
         ranks_of_stage = [[each for at, each in found if at == stage] for stage in range(grid.pp)]

@@ -178,9 +178,9 @@ def compare_boxes(answer: Sequence[Sequence[float]], reference: Sequence[Sequenc
     boxes = (torch.tensor(each, dtype=torch.float64).reshape(-1, 4) for each in (answer, reference))
     ious = box_iou(*boxes).nan_to_num().tolist()
     pairs = sorted((iou, i, j) for i, row in enumerate(ious) for j, iou in enumerate(row))
-    found = [0.0] * len(reference)
-    while pairs:
-        iou, i, j = pairs[-1]
-        found[j] = iou
-        pairs = [pair for pair in pairs if pair[1] != i and pair[2] != j]
-    return found
+    found, taken = dict[int, float](), set[int]()
+    for iou, i, j in reversed(pairs):
+        if i not in taken and j not in found:
+            found[j] = iou
+            taken.add(i)
+    return [found.get(j, 0.0) for j in range(len(reference))]
