@@ -35,8 +35,8 @@ from megatron_vl.weights.weight_reader import WeightReader
 
 QWEN2_5_VL_7B = Path(__file__).parents[1] / "tests" / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
 FILE_BYTES = 4_000_000_000
-DENSE = ["--tp", "4", "--pp", "2"]
-EXPERTS = ["--tp", "2", "--pp", "2", "--ep", "4"]
+DENSE = ["--parallel.tp", "4", "--parallel.pp", "2"]
+EXPERTS = ["--parallel.tp", "2", "--parallel.pp", "2", "--parallel.ep", "4"]
 
 
 def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

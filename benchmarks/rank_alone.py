@@ -4,8 +4,8 @@
 
 The process is rank 0 of ``--ranks`` in torch's fake process group, and runs the trainer as ``megatron-vl
 bench`` does. It owns the loader, and its tensors have the sizes that they have in the whole run. A message
-arrives at once: an exchange returns what was sent, cut or filled with zeros to the size that is due, and sums
-and gathered weights stay the rank's own. So losses mean nothing, and experts get the rows that this rank
+comes from the GPU itself: an exchange returns what was sent, cut or filled with zeros to the size that is due,
+and sums and gathered weights stay the rank's own. So losses mean nothing, and experts get the rows that this rank
 sends. Pipelines are not supported, because their stages wait for real messages.
 
 With ``--one-document``, the documents of a row are one, so that each token attends to all before it. What is
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +30,9 @@ from megatron_vl.estimate.flops import RowSizes
 from megatron_vl.platform import get_platform
 from megatron_vl.system import host_memory
 from toolkit.bench.options import WARM_UP, parse_bench_options
+
+COPY_GB_S = 2000
+"""Rate at which an H200 copies within its memory, which stands for that of messages."""
 
 
 def return_own_message(target: Tensor, source: Tensor, *_: Any, **__: Any) -> Any:
@@ -121,7 +123,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit("parallel.pp must be 1")
     print(f"rank 0 of {arguments.ranks}: {layout}")
     gpu = local_gpu() or find_gpu()
-    at_once = dataclasses.replace(gpu, link_gb_s=math.inf, network_gb_s=math.inf)
+    with_itself = dataclasses.replace(gpu, link_gb_s=COPY_GB_S, network_gb_s=COPY_GB_S)
     predicted = {}
     for workload, data_config in bench_run.workloads.items():
         workload_config = dataclasses.replace(config, data=data_config)
@@ -129,7 +131,7 @@ def main(argv: list[str]) -> None:
         [memory_parts] = stage_memories(workload_config, spec, layout, resolved_run.dp, rows)
         alone, connected = (
             predict_layout(workload_config, spec, arguments.ranks, layout, each, rows)
-            for each in (at_once, gpu)
+            for each in (with_itself, gpu)
         )
         predicted[workload] = (
             f"{memory_parts.total_bytes / GIB:.1f} GiB, {1e3 * alone.step_seconds:.0f} ms a step"

@@ -64,8 +64,10 @@ class LayerFlops(NamedTuple):
     """FLOPs of a decoder layer on a row."""
 
     dense: float
-    """All but the experts, the router included."""
+    """All but the following, the router included."""
     experts: float
+    delta_rule: float
+    """Linear attention, without the matrices around it."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class RowFlops:
 
     def __add__(self, other: RowFlops) -> RowFlops:
         pairs = zip(self.layers, other.layers, strict=True)
-        layers = tuple(LayerFlops(a.dense + b.dense, a.experts + b.experts) for a, b in pairs)
+        layers = tuple(LayerFlops(*map(sum, zip(a, b, strict=True))) for a, b in pairs)
         return RowFlops(layers, self.output + other.output, self.tower + other.tower)
 
     @functools.cached_property
@@ -144,17 +146,19 @@ def _mtp_kind(language_spec: LanguageSpec) -> LayerKind:
 
 
 def _layer_flops(language_spec: LanguageSpec, products: _LayerProducts, sizes: RowSizes) -> LayerFlops:
+    attention = delta_rule = 0.0
     if products.is_linear:
         # A head reads the value of its key, writes the correction, and reads the value of its query.
         linear = language_spec.linear_attention
         assert linear is not None
-        attention = 6.0 * linear.value_heads * linear.value_dim * linear.key_dim * sizes.tokens
+        delta_rule = 6.0 * linear.value_heads * linear.value_dim * linear.key_dim * sizes.tokens
     else:
         # QK^T and PV, the causal half of each.
         attention = 2.0 * language_spec.num_heads * language_spec.head_dim * sizes.token_pairs
     return LayerFlops(
         2.0 * products.dense * sizes.tokens + products.attention_count * attention,
         2.0 * products.experts * sizes.tokens,
+        products.attention_count * delta_rule,
     )
 
 

@@ -21,12 +21,14 @@ from megatron_vl.system.errors import UserError
 class Efficiencies:
     """Shares of a GPU's peak that the needed FLOPs of a part reach, with all that runs beside them.
 
-    ``decoder`` is that of the decoder layers without experts, ``output`` of the output layer with the loss.
+    ``decoder`` is that of the decoder layers without experts and the delta rule, ``output`` that of the output
+    layer with the loss. The delta rule moves more than it computes.
     """
 
     tower: float
     decoder: float
     experts: float
+    delta_rule: float
     output: float
 
 

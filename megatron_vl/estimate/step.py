@@ -37,7 +37,10 @@ GPUS_PER_NODE = 8
 def _layer_computation(flops: RowFlops, efficiencies: Efficiencies) -> list[float]:
     """FLOPs of each decoder layer over the shares of the peak that they reach."""
     return [
-        layer.dense / efficiencies.decoder + layer.experts / efficiencies.experts for layer in flops.layers
+        layer.dense / efficiencies.decoder
+        + layer.experts / efficiencies.experts
+        + layer.delta_rule / efficiencies.delta_rule
+        for layer in flops.layers
     ]
 
 

@@ -32,7 +32,6 @@ from megatron_vl.estimate.flops import (
     repeated_flops,
     row_sizes,
 )
-from megatron_vl.estimate.layer_kinds import layer_kinds
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.lora import fused_lora, saved_modules
 from megatron_vl.training.step import run_schedule
@@ -110,10 +109,7 @@ def attention_flops(spec: ModelSpec, documents: list[int], *, linear: bool = Fal
     """Forward FLOPs of softmax attention (or of the delta rule) in each layer, 0 in those without it."""
     again = RecomputeConfig(language="selective", language_modules=["core_attn"])
     layers = again_flops(spec, again, (documents, [], [])).layers
-    return [
-        layer.dense * (kind.has_linear_attention == linear)
-        for kind, layer in zip(layer_kinds(spec, NO_LORA), layers, strict=True)
-    ]
+    return [layer.delta_rule if linear else layer.dense for layer in layers]
 
 
 def loss_tokens_of(sample: TokenizedSample) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """The closed form beside every measured run of the log (``measured_runs.json``).
 
-Steps are longer than estimated with experts 512 wide, whose rows are few; with experts and rows of 8,192
-tokens, whose kernels the processor launches; with adapters, which are narrow products; with linear attention
-of short rows. Memory is estimated too high with experts, and too low in small runs.
+Steps are longer than estimated with experts and rows of 8,192 tokens, whose kernels the processor launches, and
+with adapters of Qwen3.5 in short rows. Memory is estimated too high with experts, and too low in small runs.
 """
 
 from __future__ import annotations
@@ -70,9 +69,9 @@ def test_estimates_are_as_near_as_the_page_says() -> None:
     sizes = [abs(run.estimated_gib / run.facts["gib"] - 1) for run in measured_runs() if run.facts["gib"]]
     near_times = [error for error in times if error <= TIME_BOUND]
     near_sizes = [error for error in sizes if error <= MEMORY_BOUND]
-    assert (len(near_times), len(times)) == (90, 114) and statistics.mean(near_times) < 0.06
+    assert (len(near_times), len(times)) == (108, 114) and statistics.mean(near_times) < 0.06
     assert (len(near_sizes), len(sizes)) == (70, 87) and statistics.mean(near_sizes) < 0.02
-    assert max(times) < 0.6 and max(sizes) < 0.2
+    assert max(times) < 0.4 and max(sizes) < 0.2
 
 
 def comparable(run: MeasuredRun) -> tuple:
