@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_vl.config import Fp8Config, RunConfigError, TrainConfig
+from megatron_vl.config import RunConfigError, TrainConfig
 from megatron_vl.config.checks import check_fp8
 from megatron_vl.models.fused_layers import ACTIVATIONS
 from megatron_vl.models.moe.router import moe_core_settings
 from megatron_vl.platform import Platform
-from megatron_vl.spec.families import LanguageSpec, ModelSpec
+from megatron_vl.spec.families import LanguageSpec, LinearAttentionSpec, ModelSpec
 from megatron_vl.spec.layout import Layout
 
 
@@ -51,8 +51,8 @@ def language_config(
 ) -> TransformerConfig:
     """The language model's config, which also controls the pipeline schedules and gradient finalisation."""
     language_spec, recompute = spec.language, config.recompute
-    if language_spec.linear_attention is not None:
-        check_linear_attention(spec, config.fp8)
+    if language_spec.linear_attention is not None and config.fp8.recipe != "none":
+        check_fp8_width(language_spec.linear_attention, config)
 
     expert_settings: dict[str, Any] = {}
     if language_spec.moe:
@@ -108,12 +108,14 @@ def _language_sizes(language_spec: LanguageSpec) -> dict[str, Any]:
     }
 
 
-def check_linear_attention(spec: ModelSpec, fp8: Fp8Config) -> None:
-    """Raises RunConfigError for FP8 with linear attention, which is not supported."""
-    if fp8.recipe != "none":
+def check_fp8_width(linear: LinearAttentionSpec, config: TrainConfig) -> None:
+    """Raises RunConfigError if a rank's part of linear attention's first matrix has no width for FP8."""
+    width = linear.conv_channels + linear.value_heads * (linear.value_dim + 2)
+    if width // (tp := config.parallel.tp) % 16:
         raise RunConfigError(
-            f"fp8.recipe {fp8.recipe}: {spec.family} (linear attention) is trained in bfloat16 or float32;"
-            " set it to none"
+            f"fp8.recipe {config.fp8.recipe}: with parallel.tp {tp}, the first matrix of linear attention has"
+            f" {width // tp} rows on a rank, and FP8 needs a multiple of 16; set fp8.recipe to none or"
+            " parallel.tp to a smaller number"
         )
 
 

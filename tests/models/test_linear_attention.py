@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_vl.config import Fp8Config, RunConfigError
-from megatron_vl.models.transformer_configs import check_linear_attention
+from megatron_vl.config import RunConfigError, parse_config
+from megatron_vl.models.transformer_configs import check_fp8_width
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.base import LinearAttentionSpec
@@ -18,10 +18,13 @@ from tests.support.ranks import in_ranks
 SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.json")
 
 
-def test_untested_linear_attention_is_refused_by_name() -> None:
-    check_linear_attention(SPEC, Fp8Config())
-    with pytest.raises(RunConfigError, match=r"fp8\.recipe tensorwise: qwen3_5 .* set it to none"):
-        check_linear_attention(SPEC, Fp8Config(recipe="tensorwise"))
+def test_fp8_rejects_widths_that_16_does_not_divide() -> None:
+    """The 9B: 2 x 16 x 128 + 32 x 128 channels, 32 x 128 gates, and 2 x 32 numbers are 12,352 rows."""
+    linear = SPEC.language.linear_attention
+    fp8 = ["--fp8.recipe", "tensorwise", "--parallel.tp"]
+    check_fp8_width(linear, parse_config([*fp8, "4"]))
+    with pytest.raises(RunConfigError, match=r"fp8\.recipe tensorwise: with parallel\.tp 8, .* 1544 rows"):
+        check_fp8_width(linear, parse_config([*fp8, "8"]))
 
 
 @in_ranks()
