@@ -30,7 +30,7 @@ def _prepare(
     prepare: Callable[..., Prepared], ctx: Any, output_grad: Tensor, is_row: bool, quantizer: Any
 ) -> Prepared:
     """Transformer Engine's ``prepare``, with the bias gradient [out] from our kernel."""
-    from megatron_vl.kernels.layers.biased_sum import column_sums
+    from megatron_vl.kernels.layers.biased_layers import column_sums
 
     # A linear with a frozen weight has no bias gradient. Gathered gradients are summed by what gathers them.
     has_weight_gradient = getattr(ctx, "requires_wgrad", False)  # layers of two linears have none

@@ -12,15 +12,16 @@ import functools
 from dataclasses import dataclass
 
 from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, TrainConfig
-from megatron_vl.estimate.layer_kinds import (
+from megatron_vl.estimate.parameters import (
     BlockKind,
     LayerKind,
     MatrixAdapter,
     block_kinds,
+    bytes_per_element,
     layer_kinds,
+    mean_ranks_per_token,
     merger_adapters,
 )
-from megatron_vl.estimate.parameters import bytes_per_element, mean_ranks_per_token
 from megatron_vl.kernels.sizes import DELTA_CHUNK, LOSS_CHUNK_TOKENS, TOWER_HEAD_DIMS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig
-from megatron_vl.estimate.layer_kinds import (
+from megatron_vl.estimate.parameters import (
     LayerKind,
     MatrixAdapter,
     block_kinds,
@@ -191,8 +191,7 @@ def _counted_products(spec: ModelSpec, model_config: ModelConfig, lora: LoraConf
     layers = []
     for layer_index, kind in enumerate(layer_kinds(spec, lora)):
         weights = layer_weights(spec.language, kind)
-        prefix = f"language_model.decoder.layers.{layer_index}."
-        trained = _trained_before(spec, lora, prefix, weights)
+        trained = _trained_before(spec, lora, f"language_model.decoder.layers.{layer_index}.", weights)
         counts, reaches_output, is_reached = _count_products(
             weights, kind.adapters, is_reached, is_trained, trained
         )

@@ -180,8 +180,7 @@ def _with_recompute(group: RunPrediction, recompute: RecomputeConfig) -> RunPred
         return group
     config = dataclasses.replace(group.config, recompute=recompute)
     flops = executed_flops(config, group.spec, group.rows)
-    layout = balanced_layout(group.layout, flops)
-    return dataclasses.replace(group, config=config, layout=layout, flops=flops)
+    return dataclasses.replace(group, config=config, layout=balanced_layout(group.layout, flops), flops=flops)
 
 
 def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:

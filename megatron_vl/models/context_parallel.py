@@ -95,8 +95,7 @@ def gather_keys(
         Key and value [n, g, d].
     """
     row_key = gather_from_sequence_parallel_region(key, group=group)
-    row_value = gather_from_sequence_parallel_region(value, group=group)
-    return row_key[row_tokens], row_value[row_tokens]
+    return row_key[row_tokens], gather_from_sequence_parallel_region(value, group=group)[row_tokens]
 
 
 def tokens_for_heads(attention_output: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,8 +20,8 @@ from megatron_vl.config import LoraConfig, MtpConfig
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.context_parallel import exchange_features
-from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.head import loss_token_losses
+from megatron_vl.models.layer_specs import remaining_deepstack_levels
 from megatron_vl.models.mtp import MultiTokenPrediction, embeddings_of_next
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.parallel.ddp import AbsentTower
@@ -107,8 +107,7 @@ class VisionLanguageModel(MegatronModule):
 
         # Most tokens of a row have no loss. The head is computed only for those that have one, because logits
         # [S, V] are the largest activation of the model.
-        selects_loss_tokens = labels and row.loss_index is not None
-        output_processor: Any = loss_token_losses if selects_loss_tokens else None
+        output_processor: Any = loss_token_losses if (labels and row.loss_index is not None) else None
         if self.mtp is not None and labels:
             output_processor = partial(self._losses_of_both, row)
 
@@ -178,8 +177,7 @@ class VisionLanguageModel(MegatronModule):
             self.absent_tower.gather_params()
         # The tower runs before the embedding, because parameters are registered, gathered and reduced in that
         # order.
-        skips_tower = self._skips_tower(row)
-        level_features = self._level_features(row, skips_tower)
+        level_features = self._level_features(row, self._skips_tower(row))
 
         token_embeddings = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
         if self.lora.rank and torch.is_grad_enabled():

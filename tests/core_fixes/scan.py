@@ -4,7 +4,6 @@ source."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -132,28 +131,26 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+@cache
 def modules() -> list[Module]:
     """Every module of the packages."""
-    return _modules(ROOT)
-
-
-@cache
-def _modules(root: Path) -> list[Module]:
     found = []
     for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             found.append(Module(name, ast.parse(path.read_text())))
     return found
 
 
-def all_nodes() -> Iterator[tuple[Module, str, ast.AST]]:
+@cache
+def all_nodes() -> list[tuple[Module, str, ast.AST]]:
     """Every node of every module, with the top-level class or function that it is in."""
-    for module in modules():
-        for top in module.tree.body:
-            scope = top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else ""
-            for node in ast.walk(top):
-                yield module, scope, node
+    return [
+        (module, top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else "", node)
+        for module in modules()
+        for top in module.tree.body
+        for node in ast.walk(top)
+    ]
 
 
 def subclasses() -> list[Reach]:

@@ -23,10 +23,15 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from megatron_vl.core_fixes.bias_gradients import use_column_sums
-from megatron_vl.kernels.attention import tower_tiles
+from megatron_vl.kernels.attention import tower_forward
 from megatron_vl.kernels.attention.tower_attention import tower_attention
-from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
-from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, AttentionTiles, KernelTile
+from megatron_vl.kernels.attention.tower_forward import (
+    DEFAULT_TILES,
+    AttentionTiles,
+    KernelTile,
+    attention_forward,
+    pack_with_rope,
+)
 from megatron_vl.kernels.attention.window_attention import window_attention
 from megatron_vl.kernels.experts.grouped_gemm import (
     ROW_TILE_CONFIG,
@@ -38,13 +43,12 @@ from megatron_vl.kernels.experts.grouped_gemm import (
     weight_product,
 )
 from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
-from megatron_vl.kernels.layers import biased_sum as sum_kernels
+from megatron_vl.kernels.layers import biased_layers as sum_kernels
 from megatron_vl.kernels.layers import residual_norm as norm_kernels
-from megatron_vl.kernels.layers.biased_activation import biased_activation
-from megatron_vl.kernels.layers.biased_sum import biased_sum, column_sums
+from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum, column_sums
 from megatron_vl.kernels.layers.residual_norm import residual_norm
 from megatron_vl.kernels.layers.swiglu import swiglu
-from megatron_vl.kernels.optimizer import adam, master_halves, master_halves_triton
+from megatron_vl.kernels.optimizer import adam, adam_triton, master_halves
 from megatron_vl.models.fused_layers import ACTIVATIONS
 
 
@@ -173,12 +177,12 @@ def unaligned_error(device: str = "cpu", tiles: AttentionTiles = SMALL) -> float
 
 
 def many_segments_error() -> float:
-    before = tower_tiles.SEARCH_BLOCK
-    tower_tiles.SEARCH_BLOCK = tl.constexpr(4)
+    before = tower_forward.SEARCH_BLOCK
+    tower_forward.SEARCH_BLOCK = tl.constexpr(4)
     try:
         return tower_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
     finally:
-        tower_tiles.SEARCH_BLOCK = before
+        tower_forward.SEARCH_BLOCK = before
 
 
 def on_gpu() -> dict[str, float]:
@@ -450,7 +454,7 @@ def experts_error(
 
 def adapters_error(counts: list[int], features_in: int, features_out: int, rank: int, **kind: Any) -> float:
     """Largest error of the adapters of experts: output, and gradients of the input and both factors."""
-    from megatron_vl.models.moe.lora import GroupedAdapter
+    from megatron_vl.models.moe.experts import GroupedAdapter
 
     x, output, output_grad = (
         torch.randn(sum(counts), features, **kind) for features in (features_in, features_out, features_out)
@@ -534,7 +538,7 @@ def halves_error(count: int, device: str = "cpu") -> float:
     with_torch = partial(
         made, "cpu", *(torch_only(f) for f in (master_halves.split_master, master_halves.join_master))
     )
-    ours = made(device, master_halves_triton.split_master, master_halves_triton.join_master)
+    ours = made(device, adam_triton.split_master, adam_triton.join_master)
     assert torch.equal(ours[3], bits)
     return float(sum((a != b).sum() for a, b in zip(ours, with_torch(), strict=True)))
 

@@ -56,11 +56,9 @@ def check_layout(case: ParityCase) -> None:
         pytest.param(EXPERTS, 1, {}, "all", marks=pytest.mark.full),
         (DENSE, 2, {"tp": 2}, "all"),
         (EXPERTS, 2, SP | {"ep": 2}, "all"),
-        (EXPERTS, 2, SP | {"etp": 2}, "head"),
-        (DENSE, 2, {"pp": 2}, "head"),
+        pytest.param(EXPERTS, 2, SP | {"etp": 2}, "head", marks=pytest.mark.full),
         (DENSE + " tied", 2, {"pp": 2} | FULL, "all"),
         (EXPERTS, 2, {"pp": 2, "vpp": 2}, "all"),
-        (DENSE, 2, {"cp": 2}, "all"),
         (DENSE, 2, {"decoupled": True, "overlap": True}, "all"),
         (DENSE, 4, SP | {"cp": 2} | FULL, "all"),
         pytest.param(EXPERTS, 4, {"cp": 2, "pp": 2, "ep": 2}, "all", marks=pytest.mark.full),
@@ -80,7 +78,9 @@ def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, An
     call(check_layout, ranks, case=case)
 
 
-@pytest.mark.parametrize(("family", "layout"), [(DENSE + " tied", SP), (EXPERTS, {"ep": 2})])
+@pytest.mark.parametrize(
+    ("family", "layout"), [(DENSE + " tied", SP), pytest.param(EXPERTS, {"ep": 2}, marks=pytest.mark.full)]
+)
 @in_ranks(2)
 def test_head_gives_the_model_no_gradient(family: str, layout: dict[str, Any]) -> None:
     """Those of trunk, embedding and output layer are the same to the bit with and without the layer."""

@@ -67,8 +67,7 @@ def _torch_conv(x: Tensor, weight: Tensor, segment_ids: Tensor) -> Tensor:
     for distance in range(1, min(conv_width, x.shape[0])):
         in_same_segment = (segment_ids[distance:] == segment_ids[:-distance])[:, None]
         earlier_x = torch.where(in_same_segment, x[:-distance], 0.0)
-        weighted_x = earlier_x * weight[:, conv_width - 1 - distance]
-        convolved = convolved + F.pad(weighted_x, (0, 0, distance, 0))
+        convolved = convolved + F.pad(earlier_x * weight[:, conv_width - 1 - distance], (0, 0, distance, 0))
     return F.silu(convolved)
 
 
@@ -204,10 +203,8 @@ def _torch_rule(
         beta[..., None],
     )
     q, k, v, g, b = (_split_into_chunks(tensor.to(compute_dtype), num_padding) for tensor in rule_inputs)
-    chunk_ids = padded_ids.view(-1, CHUNK_TOKENS)
-    chunk_outputs, state = _scan_chunks(q, k, v, g, b, chunk_ids, initial_state)
-    rule_output = chunk_outputs.movedim(1, 2).flatten(0, 1)[:num_tokens]
-    return rule_output.to(value.dtype), state
+    chunk_outputs, state = _scan_chunks(q, k, v, g, b, padded_ids.view(-1, CHUNK_TOKENS), initial_state)
+    return chunk_outputs.movedim(1, 2).flatten(0, 1)[:num_tokens].to(value.dtype), state
 
 
 class _ShardRule(torch.autograd.Function):

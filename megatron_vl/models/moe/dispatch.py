@@ -134,11 +134,10 @@ class _ExchangeRows(torch.autograd.Function):
 
         # Probabilities go first, so that positions can be computed from them while rows are sent.
         for received_tensor, sent_buffer in ((received_probs, prob_buffer), (received_rows, row_buffer)):
-            sent_part = sent_buffer[: sum(splits.rows_sent)]
             transfers.append(
                 dist.all_to_all_single(
                     received_tensor,
-                    sent_part,
+                    sent_buffer[: sum(splits.rows_sent)],
                     splits.rows_received,
                     splits.rows_sent,
                     group=process_group,
@@ -382,8 +381,7 @@ class ExpertsLayer(MoELayer):
                 self.num_local_experts, config, pg_collection, experts_gather=uses_planned_kernels
             )
         elif isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
-            dispatcher_class = DeviceCountsDispatcher if uses_planned_kernels else PaddingDispatcher
-            self.token_dispatcher = dispatcher_class(
+            self.token_dispatcher = (DeviceCountsDispatcher if uses_planned_kernels else PaddingDispatcher)(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
             )
 
