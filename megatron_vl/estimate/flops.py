@@ -89,7 +89,6 @@ class RowFlops:
 
     @property
     def language(self) -> float:
-        """The FLOPs of the language model."""
         return sum(self.layer_totals) + self.output
 
     @property

@@ -179,7 +179,6 @@ class RunPrediction:
 
     @cached_property
     def stages(self) -> list[StageMemory]:
-        """The memory of each stage."""
         return [*stage_memories(self.config, self.spec, self.layout, self.dp)]
 
     @property

@@ -28,7 +28,6 @@ from megatron_vl.models.attention import PackedRow
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU."""
     return nn.functional.gelu(x, approximate="tanh")
 
 

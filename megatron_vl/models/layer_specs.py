@@ -229,33 +229,7 @@ def transformer_block_spec(
     self_attention = _self_attention_spec(
         layer_modules, core_attention, attention_backend, causal, fused_windows
     )
-    layer_spec = _dense_layer_spec(layer_modules, self_attention, num_deepstack_levels, recompute_activation)
-
-    # A layer may have both experts and linear attention.
-    layer_specs = [layer_spec] * num_layers
-    if any(layers_with_experts):
-        # The router reads the output of the norm too, so that norm cannot be part of the first linear.
-        layer_specs = _replace_in_layers(
-            layer_specs,
-            layers_with_experts,
-            pre_mlp_layernorm=layer_modules.expert_norm,
-            mlp=moe_layer(platform, *linear_classes(platform)),
-        )
-    if any(layers_with_linear_attention):
-        linears = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}
-        delta_net = ModuleSpec(module=GatedDeltaNet, params={"spec": linear_attention, **linears})
-        layer_specs = _replace_in_layers(layer_specs, layers_with_linear_attention, self_attention=delta_net)
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
-
-
-def _dense_layer_spec(
-    layer_modules: _LayerModules,
-    self_attention: ModuleSpec,
-    num_deepstack_levels: int,
-    recompute_activation: bool,
-) -> ModuleSpec:
-    """A layer with an MLP; the last two arguments are those of :func:`transformer_block_spec`."""
-    return ModuleSpec(
+    layer_spec = ModuleSpec(
         module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
         params={"deepstack": num_deepstack_levels} if num_deepstack_levels else {},
         submodules=TransformerLayerSubmodules(
@@ -273,6 +247,22 @@ def _dense_layer_spec(
             mlp_bda=layer_modules.add_mlp,
         ),
     )
+
+    # A layer may have both experts and linear attention.
+    layer_specs = [layer_spec] * num_layers
+    if any(layers_with_experts):
+        # The router reads the output of the norm too, so that norm cannot be part of the first linear.
+        layer_specs = _replace_in_layers(
+            layer_specs,
+            layers_with_experts,
+            pre_mlp_layernorm=layer_modules.expert_norm,
+            mlp=moe_layer(platform, *linear_classes(platform)),
+        )
+    if any(layers_with_linear_attention):
+        linears = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}
+        delta_net = ModuleSpec(module=GatedDeltaNet, params={"spec": linear_attention, **linears})
+        layer_specs = _replace_in_layers(layer_specs, layers_with_linear_attention, self_attention=delta_net)
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
 
 
 def _self_attention_spec(

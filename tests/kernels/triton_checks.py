@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from megatron_vl.core_fixes.bias_gradients import use_column_sums
+from megatron_vl.core_fixes.wgrad_fusion import use_column_sums
 from megatron_vl.kernels.attention import tower_forward
 from megatron_vl.kernels.attention.tower_attention import tower_attention
 from megatron_vl.kernels.attention.tower_forward import (

@@ -126,7 +126,6 @@ def _store_grad_tile(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes or adds a tile of an expert's gradient."""
     m, n = first_row + tl.arange(0, HEIGHT), first_column + tl.arange(0, WIDTH)
     tile_pointers = grad_pointer + m[:, None] * IN + n[None, :]
     tl.multiple_of(tile_pointers, [16, 16])

@@ -96,7 +96,6 @@ def _copy_parts_kernel(
 
 
 def _grid_and_sizes(row_ids: Tensor, row_width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid and the constants of a kernel over rows."""
     block_columns = min(triton.next_power_of_2(row_width), _MAX_COLUMNS)
     sizes = {
         "WIDTH": row_width,

@@ -79,8 +79,6 @@ def _conv_after_halo(x: Tensor, weight: Tensor, halo: Tensor, segment_ids: Tenso
 
 
 class _ShardConvolution(torch.autograd.Function):
-    """The convolution of one rank's shard in torch."""
-
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, segment_ids: Tensor, exchange: ShardExchange) -> Tensor:
         halo = exchange.halo(x, weight.shape[1] - 1)
