@@ -49,7 +49,6 @@ class ActivationEstimator:
     spec: ModelSpec
     layout: Layout
     patch_count: int
-    """Patches of a row."""
     loss_tokens: int = 0
     micro_batches: int = 1
 

@@ -73,7 +73,6 @@ class RowFlops:
     """FLOPs of a row by the parts of the model that reach different shares of a GPU's peak."""
 
     layers: tuple[LayerFlops, ...]
-    """Those of each decoder layer."""
     output: float
     tower: float
     """The vision tower with its mergers."""

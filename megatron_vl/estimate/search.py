@@ -56,7 +56,6 @@ class SearchRequest:
     host_gib: float = math.inf
     """GiB of host memory for each GPU."""
     result_count: int = 8
-    """Number of layouts to return."""
 
     def fits(self, prediction: RunPrediction) -> bool:
         """Whether a run fits both the GPUs and the host memory."""

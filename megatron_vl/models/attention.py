@@ -289,8 +289,7 @@ class _TransformerEngineBackend:
 # Outputs are kept with the micro-batch's PackedRow, which core passes to both runs. So they find each other
 # in any pipeline schedule.
 
-_kinds: Collection[str] = ()
-"""What the layer that runs now keeps."""
+_kinds: Collection[str] = ()  # what the layer that runs now keeps
 _outputs: dict[Any, Any] = {}
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -145,15 +146,7 @@ def attention_error(
     return worst(ours, windows(qkv.float(), angles, bounds, heads), [qkv])
 
 
-def tower_error(
-    lengths: list[int],
-    heads: int,
-    head_dim: int,
-    device: str = "cpu",
-    tiles: AttentionTiles = SMALL,
-    spread: float = 1.0,
-) -> float:
-    return attention_error(lengths, heads, head_dim, device, tiles, spread)
+tower_error = partial(attention_error, tiles=SMALL)
 
 
 @contextmanager
@@ -171,18 +164,14 @@ def unaligned_error(device: str = "cpu", tiles: AttentionTiles = SMALL) -> float
     """The number of patches is not a multiple of 4, but rows of statistics are; memory after the last patch
     must not be written."""
     with poisoned_memory():
-        errors = [tower_error([7, rest], 2, 72, device, tiles) for rest in (30, 31, 32)]
+        errors = [attention_error([7, rest], 2, 72, device, tiles) for rest in (30, 31, 32)]
     # Not Python's max, which passes over NaN.
     return float(torch.tensor(errors).max())
 
 
 def many_segments_error() -> float:
-    before = tower_forward.SEARCH_BLOCK
-    tower_forward.SEARCH_BLOCK = tl.constexpr(4)
-    try:
+    with patch.object(tower_forward, "SEARCH_BLOCK", tl.constexpr(4)):
         return tower_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
-    finally:
-        tower_forward.SEARCH_BLOCK = before
 
 
 def on_gpu() -> dict[str, float]:
@@ -190,7 +179,7 @@ def on_gpu() -> dict[str, float]:
     between two outputs."""
     lengths = [129, 1, 0, 700, 64, 1000]
     errors = {
-        f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", DEFAULT_TILES)
+        f"tower, {d} a head": attention_error(lengths, 4, d, "cuda", DEFAULT_TILES)
         for d in (16, 40, 64, 72, 80, 96, 128)
     }
     errors |= {
@@ -600,12 +589,8 @@ def torch_only(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` without its kernel, also in Triton's interpreter."""
 
     def run(*arguments: Any) -> Any:
-        interprets = os.environ.pop("TRITON_INTERPRET", None)
-        try:
+        with patch.dict(os.environ, TRITON_INTERPRET="0"):
             return function(*arguments)
-        finally:
-            if interprets is not None:
-                os.environ["TRITON_INTERPRET"] = interprets
 
     return run
 

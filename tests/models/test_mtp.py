@@ -51,8 +51,6 @@ def check_layout(case: ParityCase) -> None:
 @pytest.mark.parametrize(
     ("family", "ranks", "fields", "trains"),
     [
-        pytest.param(DENSE, 1, {}, "all", marks=pytest.mark.full),
-        pytest.param(EXPERTS, 1, {}, "all", marks=pytest.mark.full),
         (DENSE, 2, {"tp": 2}, "all"),
         (EXPERTS, 2, SP | {"ep": 2}, "all"),
         pytest.param(EXPERTS, 2, SP | {"etp": 2}, "head", marks=pytest.mark.full),

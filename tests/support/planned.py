@@ -35,18 +35,14 @@ def config_of(options: str) -> TrainConfig:
 
 
 def predict_run(
-    config: TrainConfig,
-    spec: ModelSpec,
-    world_size: int,
-    gpu: Gpu | None = None,
-    rows: RowSizes | None = None,
+    config: TrainConfig, spec: ModelSpec, world_size: int, gpu: Gpu | None = None
 ) -> RunPrediction:
     """Predicts a run under its own layout.
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.
     """
-    return predict_layout(config, spec, world_size, run_layout(config, spec, world_size), gpu, rows)
+    return predict_layout(config, spec, world_size, run_layout(config, spec, world_size), gpu)
 
 
 def planned_run(config: TrainConfig, spec: ModelSpec, world_size: int) -> ResolvedRun:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -172,19 +173,9 @@ class RecomputedLayer(Layer):
 def num_products_of_recomputed_layer() -> float:
     """The products [rows, features] that a recomputed layer computes in both passes, beyond one each and
     one for each gradient."""
-    products = Counter()
-    product = experts.row_product
-
-    def count(*arguments: Any, **options: Any) -> Tensor:
-        products.update([None])
-        return product(*arguments, **options)
-
-    experts.row_product = count
-    try:
+    with patch.object(experts, "row_product", wraps=experts.row_product) as product:
         error = layer_error(layer_class=RecomputedLayer)
-    finally:
-        experts.row_product = product
-    return error + (products.total() - 4)
+    return error + (product.call_count - 4)
 
 
 def layer_error(*, main_grad: bool = False, extra: int = 0, layer_class: type[Layer] = Layer) -> float:
@@ -245,7 +236,7 @@ def expected(chunks: list[Layer], step: int) -> list[Tensor]:
 
 
 def ddp_error(*, overlap: bool, frozen: bool = False) -> float:
-    """Runs two chunks of two ranks, two microbatches, two steps (DDP learns in the first).
+    """Runs two chunks of two ranks, two microbatches, two steps with overlap (DDP learns in the first).
 
     Returns the largest error of reduced gradients; each must have been reduced once.
     """
@@ -268,7 +259,7 @@ def ddp_error(*, overlap: bool, frozen: bool = False) -> float:
         ddp.module.experts.report_to(ddp)
     errors = []
 
-    for step in range(2):
+    for step in range(1 + overlap):
         started = run_step(wrapped, groups, step)
         if overlap:
             assert all(set(group.per_param_grad_ready_counts.values()) == {1} for group in groups)
