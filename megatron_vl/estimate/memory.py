@@ -69,6 +69,10 @@ class StageMemory:
     def total_bytes(self) -> float:
         return sum(getattr(self, part) for part in GPU_MEMORY_PARTS)
 
+    @property
+    def host_gib(self) -> float:
+        return (self.host_bytes + self.host_input_bytes) / GIB
+
     def as_json(self) -> dict[str, float | int]:
         """GiB by part."""
         return {
@@ -76,7 +80,7 @@ class StageMemory:
             "in_flight": self.micro_batches_in_flight,
             **{part: round(getattr(self, part) / GIB, 2) for part in GPU_MEMORY_PARTS},
             "total": round(self.total_bytes / GIB, 2),
-            "host": round((self.host_bytes + self.host_input_bytes) / GIB, 2),
+            "host": round(self.host_gib, 2),
         }
 
 
