@@ -41,15 +41,6 @@ class FeatureRoute:
     received: list[int]
 
 
-def exchange_features(features: Tensor, route: FeatureRoute, group: dist.ProcessGroup) -> Tensor:
-    """Sends features to the ranks that need them. Collective over ``group``, backwards too.
-
-    From [n, levels, H], those that this rank encoded, to [m, levels, H], those of its placeholders.
-    Both are in the order of the tower.
-    """
-    return all_to_all(group, features.index_select(0, route.send_order), route.received, route.sent)
-
-
 def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:

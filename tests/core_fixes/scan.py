@@ -119,12 +119,13 @@ def modules() -> list[Module]:
 
 @cache
 def all_nodes() -> list[tuple[Module, str, ast.AST]]:
-    """Every node of every module, with the top-level class or function that it is in."""
+    """Every node of every module that can reach, with the top-level class or function that it is in."""
     return [
         (module, top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else "", node)
         for module in modules()
         for top in module.tree.body
         for node in ast.walk(top)
+        if isinstance(node, (ast.Attribute, ast.Call, ast.ClassDef, ast.ImportFrom))
     ]
 
 

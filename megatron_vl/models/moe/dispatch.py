@@ -77,16 +77,13 @@ class RowCountExchange:
         self._host_table = self._count_table
         self._copy_event = None
         if self._count_table.is_cuda:
-            self._start_copy()
-
-    def _start_copy(self) -> None:
-        """Copies to pinned memory on a separate stream, which the compute stream does not wait for."""
-        if RowCountExchange._copy_stream is None:
-            RowCountExchange._copy_stream = torch.cuda.Stream()
-        with torch.cuda.stream(RowCountExchange._copy_stream):
-            self._count_exchange.wait()
-            self._host_table = self._count_table.to("cpu", non_blocking=True)
-            self._copy_event = RowCountExchange._copy_stream.record_event()
+            # To pinned memory on a separate stream, which the compute stream does not wait for.
+            if RowCountExchange._copy_stream is None:
+                RowCountExchange._copy_stream = torch.cuda.Stream()
+            with torch.cuda.stream(RowCountExchange._copy_stream):
+                self._count_exchange.wait()
+                self._host_table = self._count_table.to("cpu", non_blocking=True)
+                self._copy_event = RowCountExchange._copy_stream.record_event()
 
     def wait_for_splits(self) -> RowSplits:
         """Waits for the copy and returns the numbers of rows."""
