@@ -176,7 +176,6 @@ class ActivationEstimator:
 
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
-        language_spec = self.spec.language
         recomputed_modules = self.config.recompute.selected_modules
         attention_elements = (
             self._linear_attention_elements(kind)
@@ -185,7 +184,7 @@ class ActivationEstimator:
         )
         attention_elements += self._adapter_elements(kind.adapters, "self_attention.")
         norm_tensors = 2 if "layernorm" in recomputed_modules else 4
-        norm_elements = norm_tensors * language_spec.hidden_size / self._sequence_parallel_size
+        norm_elements = norm_tensors * self.spec.language.hidden_size / self._sequence_parallel_size
         if "mlp" in recomputed_modules:
             return norm_elements + attention_elements
 

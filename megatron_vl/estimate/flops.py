@@ -196,8 +196,9 @@ def _counted_products(spec: ModelSpec, model_config: ModelConfig, lora: LoraConf
         experts = sum(count for name, count in counts.items() if name.startswith(EXPERTS))
         dense = sum(counts.values()) - experts
         layers.append(_LayerProducts(dense, experts, 1 + 2 * reaches_output, kind.has_linear_attention))
-    full_layers, window_layers = layers_by_attention[True], layers_by_attention[False]
-    return _CountedProducts(tuple(layers), per_patch, full_layers, window_layers, per_unit)
+    return _CountedProducts(
+        tuple(layers), per_patch, layers_by_attention[True], layers_by_attention[False], per_unit
+    )
 
 
 def _tower_products(

@@ -132,8 +132,9 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
 
 def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> list[ParameterCounts]:
     """The parameters of one GPU of each pipeline stage."""
-    is_distributed = config.parallel.distributed_optimizer
-    return _stage_parameters(spec, layout, dp, is_distributed, config.lora, config.model)
+    return _stage_parameters(
+        spec, layout, dp, config.parallel.distributed_optimizer, config.lora, config.model
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -198,7 +198,6 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     """
     query_lengths = segments.cu_seqlens.diff().tolist()
     key_lengths = segments.keys.cu_seqlens.diff().tolist()
-    has_grouped_heads = query.shape[1] != key.shape[1]
 
     output_parts = []
     first_query = first_key = 0
@@ -218,7 +217,7 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         if causal and not is_causal:
             causal_mask = query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
         output = F.scaled_dot_product_attention(
-            q, k, v, causal_mask, 0.0, is_causal, enable_gqa=has_grouped_heads
+            q, k, v, causal_mask, 0.0, is_causal, enable_gqa=query.shape[1] != key.shape[1]
         )
         output_parts.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(output_parts)

@@ -259,8 +259,9 @@ class DecoupledTower:
                 row_gradients, step_vision.features_of_part, self.cp_group, should_gather=True
             )
             if step_vision.part_order is not None:
-                sorted_gradients = torch.empty_like(row_gradients)
-                row_gradients = sorted_gradients.index_copy_(0, step_vision.part_order, row_gradients)
+                row_gradients = torch.empty_like(row_gradients).index_copy_(
+                    0, step_vision.part_order, row_gradients
+                )
         return row_gradients if self.group.rank() == 0 else no_gradients
 
     @property

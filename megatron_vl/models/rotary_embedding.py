@@ -23,8 +23,7 @@ class MultimodalRope(nn.Module):
 
     def __init__(self, language_spec: LanguageSpec) -> None:
         super().__init__()
-        rotary_dim = language_spec.rotary_dim  # core does not rotate the rest of a head
-        num_frequencies = rotary_dim // 2
+        num_frequencies = language_spec.rotary_dim // 2  # core does not rotate the rest of a head
         self._inv_freq = rotary_frequencies(language_spec)
         if language_spec.mrope_interleaved:
             # The order is t h w t h w ..., and only t once height and width have all their frequencies.

@@ -321,14 +321,12 @@ def launch_key_grad(
         TensorDescriptor(statistic, statistic_shape, list(statistic.stride()), [1, tile.step_rows])
         for statistic in (lse, delta)
     )
-    kernel_tensors = dqkv, *angles, cu_seqlens
-
     launch_kernel(
         _key_grad_kernel,
         tile,
         packed_qkv,
         (*descriptors, *statistic_descriptors),
-        kernel_tensors,
+        (dqkv, *angles, cu_seqlens),
         packed_qkv.shape[3] ** -0.5,
     )
 

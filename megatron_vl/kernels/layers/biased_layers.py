@@ -118,16 +118,14 @@ class _BiasedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, total_grad: Tensor):
-        is_trained = ctx.needs_input_grad[2]
-        return total_grad, total_grad, (column_sums(total_grad) if is_trained else None)
+        return total_grad, total_grad, column_sums(total_grad) if ctx.needs_input_grad[2] else None
 
 
 def launch_grid(num_rows: int, block_rows: int, width: int) -> tuple[int, int]:
     """Numbers of blocks of columns, and of programs that share the rows of each."""
     num_column_blocks = triton.cdiv(width, BLOCK_COLUMNS)
     num_row_programs = max(NUM_PROGRAMS // num_column_blocks, 1)
-    num_row_blocks = triton.cdiv(num_rows, block_rows)
-    return num_column_blocks, min(num_row_blocks, num_row_programs)
+    return num_column_blocks, min(triton.cdiv(num_rows, block_rows), num_row_programs)
 
 
 def _launch_options(width: int) -> dict[str, int]:

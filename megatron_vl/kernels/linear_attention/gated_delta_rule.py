@@ -281,7 +281,6 @@ def _scan_chunks(
         initial_state: [heads, K, V], the state that the first sequence continues; None: it begins here.
     """
     pair_decay, read_decay, write_decay = _chunk_decays(log_decay, segment_ids, initial_state is not None)
-    state_decay = read_decay[:, :, -1:]
 
     # d_i = beta_i (v_i - read_i k_i S - sum over earlier j of pairs_ij (k_i k_j) d_j) is a triangular system
     # for all d of a chunk.
@@ -301,7 +300,7 @@ def _scan_chunks(
     for i in range(q.shape[0]):
         delta_values = chunk_values[i] - chunk_keys[i] @ state
         chunk_outputs.append(chunk_queries[i] @ state + attention_scores[i] @ delta_values)
-        state = state_decay[i] * state + transposed_write_keys[i] @ delta_values
+        state = read_decay[i, :, -1:] * state + transposed_write_keys[i] @ delta_values
     return torch.stack(chunk_outputs), state
 
 

@@ -290,8 +290,8 @@ class OncePerRankDispatcher(MoETokenDispatcher):
 
             # Positions need only the probabilities. The rows arrive meanwhile.
             probs_transfer.wait()
-            is_chosen = received_probs != NOT_CHOSEN  # true for a NaN, which belongs to a chosen expert
-            self._row_ids_by_expert = make_row_ids(is_chosen)
+            # The comparison is true for a NaN, which belongs to a chosen expert.
+            self._row_ids_by_expert = make_row_ids(received_probs != NOT_CHOSEN)
 
             rows_transfer.wait()
             self._row_buffer, self._prob_buffer = self._sort_by_expert(expert_rows, received_probs)
