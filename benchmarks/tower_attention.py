@@ -26,10 +26,17 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
-from megatron_vl.kernels.attention.tower_attention import tower_attention
-from megatron_vl.kernels.attention.tower_backward import launch_key_grad, launch_query_grad
-from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
-from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, KernelTile
+from megatron_vl.kernels.attention.tower_attention import (
+    launch_key_grad,
+    launch_query_grad,
+    tower_attention,
+)
+from megatron_vl.kernels.attention.tower_forward import (
+    DEFAULT_TILES,
+    KernelTile,
+    attention_forward,
+    pack_with_rope,
+)
 from megatron_vl.kernels.attention.window_attention import window_attention
 
 LENGTHS = [900, 1600, 1250, 980, 1444, 1024, 1156, 1330, 900, 1600, 1088, 1200, 1296, 1000, 952]

@@ -12,15 +12,16 @@ import functools
 from dataclasses import dataclass
 
 from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, TrainConfig
-from megatron_vl.estimate.layer_kinds import (
+from megatron_vl.estimate.parameters import (
     BlockKind,
     LayerKind,
     MatrixAdapter,
     block_kinds,
+    bytes_per_element,
     layer_kinds,
+    mean_ranks_per_token,
     merger_adapters,
 )
-from megatron_vl.estimate.parameters import bytes_per_element, mean_ranks_per_token
 from megatron_vl.kernels.sizes import DELTA_CHUNK, LOSS_CHUNK_TOKENS, TOWER_HEAD_DIMS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
@@ -48,7 +49,6 @@ class ActivationEstimator:
     spec: ModelSpec
     layout: Layout
     patch_count: int
-    """Patches of a row."""
     loss_tokens: int = 0
     micro_batches: int = 1
 
@@ -176,7 +176,6 @@ class ActivationEstimator:
 
     def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
-        language_spec = self.spec.language
         recomputed_modules = self.config.recompute.selected_modules
         attention_elements = (
             self._linear_attention_elements(kind)
@@ -185,7 +184,7 @@ class ActivationEstimator:
         )
         attention_elements += self._adapter_elements(kind.adapters, "self_attention.")
         norm_tensors = 2 if "layernorm" in recomputed_modules else 4
-        norm_elements = norm_tensors * language_spec.hidden_size / self._sequence_parallel_size
+        norm_elements = norm_tensors * self.spec.language.hidden_size / self._sequence_parallel_size
         if "mlp" in recomputed_modules:
             return norm_elements + attention_elements
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig
-from megatron_vl.estimate.layer_kinds import (
+from megatron_vl.estimate.parameters import (
     LayerKind,
     MatrixAdapter,
     block_kinds,
@@ -75,7 +75,6 @@ class RowFlops:
     """FLOPs of a row by the parts of the model that reach different shares of a GPU's peak."""
 
     layers: tuple[LayerFlops, ...]
-    """Those of each decoder layer."""
     output: float
     tower: float
     """The vision tower with its mergers."""
@@ -91,7 +90,6 @@ class RowFlops:
 
     @property
     def language(self) -> float:
-        """The FLOPs of the language model."""
         return sum(self.layer_totals) + self.output
 
     @property
@@ -195,16 +193,16 @@ def _counted_products(spec: ModelSpec, model_config: ModelConfig, lora: LoraConf
     layers = []
     for layer_index, kind in enumerate(layer_kinds(spec, lora)):
         weights = layer_weights(spec.language, kind)
-        prefix = f"language_model.decoder.layers.{layer_index}."
-        trained = _trained_before(spec, lora, prefix, weights)
+        trained = _trained_before(spec, lora, f"language_model.decoder.layers.{layer_index}.", weights)
         counts, reaches_output, is_reached = _count_products(
             weights, kind.adapters, is_reached, is_trained, trained
         )
         experts = sum(count for name, count in counts.items() if name.startswith(EXPERTS))
         dense = sum(counts.values()) - experts
         layers.append(_LayerProducts(dense, experts, 1 + 2 * reaches_output, kind.has_linear_attention))
-    full_layers, window_layers = layers_by_attention[True], layers_by_attention[False]
-    return _CountedProducts(tuple(layers), per_patch, full_layers, window_layers, per_unit)
+    return _CountedProducts(
+        tuple(layers), per_patch, layers_by_attention[True], layers_by_attention[False], per_unit
+    )
 
 
 def _tower_products(

@@ -71,16 +71,14 @@ class StageMemory:
 
     @property
     def host_gib(self) -> float:
-        """Host memory for this rank, GiB."""
         return (self.host_bytes + self.host_input_bytes) / GIB
 
     def as_json(self) -> dict[str, float | int]:
         """GiB by part."""
-        gib_by_part = {part: round(getattr(self, part) / GIB, 2) for part in GPU_MEMORY_PARTS}
         return {
             "stage": self.pipeline_stage,
             "in_flight": self.micro_batches_in_flight,
-            **gib_by_part,
+            **{part: round(getattr(self, part) / GIB, 2) for part in GPU_MEMORY_PARTS},
             "total": round(self.total_bytes / GIB, 2),
             "host": round(self.host_gib, 2),
         }

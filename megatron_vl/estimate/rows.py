@@ -15,7 +15,6 @@ IMAGE_PIXELS, TEXT_TOKENS, MARK_TOKENS = 282_000, 150, 2
 DOCUMENT_TOKENS = 500
 """Tokens of a document of a text row; all are trained on."""
 FILLED_SHARE = 0.98
-"""Share of a row that documents fill."""
 
 
 def assumed_rows(config: TrainConfig, spec: ModelSpec) -> RowSizes:

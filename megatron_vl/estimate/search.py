@@ -56,7 +56,6 @@ class SearchRequest:
     host_gib: float = math.inf
     """GiB of host memory for each GPU."""
     result_count: int = 8
-    """Number of layouts to return."""
 
     def fits(self, prediction: RunPrediction) -> bool:
         """Whether a run fits both the GPUs and the host memory."""
@@ -180,8 +179,7 @@ def _with_recompute(group: RunPrediction, recompute: RecomputeConfig) -> RunPred
         return group
     config = dataclasses.replace(group.config, recompute=recompute)
     flops = executed_flops(config, group.spec, group.rows)
-    layout = balanced_layout(group.layout, flops)
-    return dataclasses.replace(group, config=config, layout=layout, flops=flops)
+    return dataclasses.replace(group, config=config, layout=balanced_layout(group.layout, flops), flops=flops)
 
 
 def _parallel_configs(request: SearchRequest) -> Iterator[ParallelConfig]:

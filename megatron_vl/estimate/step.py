@@ -16,10 +16,11 @@ from typing import Any
 from megatron_vl.config import LoraConfig, TrainConfig, validate_config
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops
 from megatron_vl.estimate.gpus import Efficiencies, Gpu, find_gpu, reserve_gib
-from megatron_vl.estimate.layer_kinds import LayerKind, layer_kinds
 from megatron_vl.estimate.memory import GIB, StageMemory, peak_stage_gib, stage_memories
 from megatron_vl.estimate.parameters import (
+    LayerKind,
     bytes_per_element,
+    layer_kinds,
     mean_ranks_per_token,
     offloaded_fraction,
     optimizer_state_bytes,
@@ -64,8 +65,7 @@ class RunPrediction:
 
     @cached_property
     def step_seconds(self) -> float:
-        slowest_seconds = max(self.stage_seconds)
-        pipeline_seconds = self.micro_batches * slowest_seconds * (1 + self.bubble)
+        pipeline_seconds = self.micro_batches * max(self.stage_seconds) * (1 + self.bubble)
         return pipeline_seconds + self.decoupled_seconds + self.offload_seconds
 
     @cached_property
@@ -148,9 +148,8 @@ class RunPrediction:
         key_width = local_heads * key_value_copies(local_heads, layout.head_ranks) * language_spec.head_dim
         query_width = language_spec.num_heads * language_spec.head_dim / layout.tp
         head_bytes = token_bytes * (2 * query_width + 2 * key_width)
-        gathered_bytes = 2 * token_bytes * key_width * layout.key_ranks
         return self._exchange_seconds(head_bytes, layout.head_ranks, layout.tp) + self._exchange_seconds(
-            gathered_bytes, layout.key_ranks, layout.tp * layout.head_ranks
+            2 * token_bytes * key_width * layout.key_ranks, layout.key_ranks, layout.tp * layout.head_ranks
         )
 
     def _tower_message_seconds(self) -> float:
@@ -183,7 +182,6 @@ class RunPrediction:
 
     @cached_property
     def stages(self) -> list[StageMemory]:
-        """The memory of each stage."""
         return [*stage_memories(self.config, self.spec, self.layout, self.dp)]
 
     @property

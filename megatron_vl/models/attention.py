@@ -14,13 +14,14 @@ The backends are ``sdpa`` (on any device), ``te`` (Transformer Engine / cuDNN), 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -33,7 +34,6 @@ from megatron_vl.kernels.attention.flash_attention import (
 from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS, TOWER_HEAD_DIMS
 from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
-from megatron_vl.models.kept_outputs import keep_output, known_output
 
 LARGEST_GRADIENT_ERROR = 0.02
 
@@ -59,7 +59,7 @@ class PackedRow(PackedSeqParams):
     shard: RowShard | None = None
     """This rank's part of the row under context parallelism; otherwise None."""
     kept_outputs: dict[nn.Module, dict[Any, Any]] = field(default_factory=dict)
-    """What layers under full recompute keep (:mod:`megatron_vl.models.kept_outputs`)."""
+    """What layers under full recompute keep (:func:`keep_layer_outputs`)."""
 
 
 class PackedAttention(nn.Module):
@@ -198,7 +198,6 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     """
     query_lengths = segments.cu_seqlens.diff().tolist()
     key_lengths = segments.keys.cu_seqlens.diff().tolist()
-    has_grouped_heads = query.shape[1] != key.shape[1]
 
     output_parts = []
     first_query = first_key = 0
@@ -216,10 +215,9 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
         # SDPA's own causal mask aligns the first query with the first key, and not the last ones.
         causal_mask, is_causal = None, causal and num_keys == num_queries
         if causal and not is_causal:
-            every_pair = query.new_ones(num_queries, num_keys, dtype=torch.bool)
-            causal_mask = every_pair.tril(num_keys - num_queries)
+            causal_mask = query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
         output = F.scaled_dot_product_attention(
-            q, k, v, causal_mask, 0.0, is_causal, enable_gqa=has_grouped_heads
+            q, k, v, causal_mask, 0.0, is_causal, enable_gqa=query.shape[1] != key.shape[1]
         )
         output_parts.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(output_parts)
@@ -279,3 +277,48 @@ class _TransformerEngineBackend:
         )
 
         return attention_output.view_as(query)
+
+
+# --- Kept outputs -------------------------------------------------------------------------------------------
+#
+# Outputs that decoder layers under full recompute keep (``recompute.keep``). Megatron-core runs such a layer
+# twice: without autograd, and again with it right before the layer's backward pass. An operator that asks
+# here whether its output is known does not compute it again. Numbers stay the same.
+#
+# Outputs are kept with the micro-batch's PackedRow, which core passes to both runs. So they find each other
+# in any pipeline schedule.
+
+_kinds: Collection[str] = ()  # what the layer that runs now keeps
+_outputs: dict[Any, Any] = {}
+
+
+def is_recomputing() -> bool:
+    """Whether a module runs for the second time, so that nothing reads what it returns."""
+    return is_checkpointing() and torch.is_grad_enabled()
+
+
+def known_output(key: Any) -> Any:
+    """The output that was kept under ``key``, in the second run of a layer; otherwise None."""
+    return _outputs.pop(key, None) if is_recomputing() else None
+
+
+def keep_output(kind: str, key: Any, output: Any) -> None:
+    """Keeps an output of the first run of a layer, if the run asks for this kind."""
+    if kind in _kinds and is_checkpointing() and not torch.is_grad_enabled():
+        _outputs[key] = output
+
+
+def keep_layer_outputs(layers: Iterable[nn.Module], kinds: Collection[str]) -> None:
+    """Makes layers keep outputs of these kinds: ``attention`` or ``experts``."""
+
+    def begin(layer: nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        global _kinds, _outputs
+        _kinds, _outputs = kinds, keywords["packed_seq_params"].kept_outputs.setdefault(layer, {})
+
+    def end(*_: Any) -> None:
+        global _kinds, _outputs
+        _kinds, _outputs = (), {}
+
+    for layer in layers:
+        layer.register_forward_pre_hook(begin, with_kwargs=True)
+        layer.register_forward_hook(end, always_call=True)

@@ -14,13 +14,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
-from megatron_vl.core_fixes.bias_gradients import use_column_sums
-from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
-from megatron_vl.models.attention import choose_backend, flash_attention_is_right
+from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients, use_column_sums
+from megatron_vl.models.attention import choose_backend, flash_attention_is_right, keep_layer_outputs
 from megatron_vl.models.decoupled import DecoupledTower
-from megatron_vl.models.deepstack import remaining_deepstack_levels
-from megatron_vl.models.kept_outputs import keep_layer_outputs
-from megatron_vl.models.layer_specs import transformer_block_spec
+from megatron_vl.models.layer_specs import remaining_deepstack_levels, transformer_block_spec
 from megatron_vl.models.lora import AdaptedModel, seed_dropout
 from megatron_vl.models.mtp import MultiTokenPrediction
 from megatron_vl.models.parameter_names import LiveTensor, named_tensors

@@ -41,15 +41,6 @@ class FeatureRoute:
     received: list[int]
 
 
-def exchange_features(features: Tensor, route: FeatureRoute, group: dist.ProcessGroup) -> Tensor:
-    """Sends features to the ranks that need them. Collective over ``group``, backwards too.
-
-    From [n, levels, H], those that this rank encoded, to [m, levels, H], those of its placeholders.
-    Both are in the order of the tower.
-    """
-    return all_to_all(group, features.index_select(0, route.send_order), route.received, route.sent)
-
-
 def heads_for_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,8 +86,7 @@ def gather_keys(
         Key and value [n, g, d].
     """
     row_key = gather_from_sequence_parallel_region(key, group=group)
-    row_value = gather_from_sequence_parallel_region(value, group=group)
-    return row_key[row_tokens], row_value[row_tokens]
+    return row_key[row_tokens], gather_from_sequence_parallel_region(value, group=group)[row_tokens]
 
 
 def tokens_for_heads(attention_output: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -63,8 +63,7 @@ class StepVision:
             An input, and its slice of the share's patches.
         """
         frame_patches = self.local_frames.patches_per_frame
-        num_inputs = max(1, -(-int(frame_patches.sum()) // patches_per_input))
-        frame_bounds = split_by_cost(frame_patches, num_inputs)
+        frame_bounds = split_by_cost(frame_patches, max(1, -(-int(frame_patches.sum()) // patches_per_input)))
         for frame_begin, frame_end in zip(frame_bounds[:-1], frame_bounds[1:], strict=True):
             if frame_begin < frame_end:
                 yield self._tower_input(int(frame_begin), int(frame_end))
@@ -260,8 +259,9 @@ class DecoupledTower:
                 row_gradients, step_vision.features_of_part, self.cp_group, should_gather=True
             )
             if step_vision.part_order is not None:
-                sorted_gradients = torch.empty_like(row_gradients)
-                row_gradients = sorted_gradients.index_copy_(0, step_vision.part_order, row_gradients)
+                row_gradients = torch.empty_like(row_gradients).index_copy_(
+                    0, step_vision.part_order, row_gradients
+                )
         return row_gradients if self.group.rank() == 0 else no_gradients
 
     @property

@@ -59,10 +59,9 @@ def frame_flops(vision: VisionSpec, frames: TowerFrames) -> Array:
     num_full_layers = sum(vision.is_full_attention(layer) for layer in range(vision.num_layers))
 
     squared_window_starts = cumulative_starts(frames.patches_per_window**2)
-    window_pairs = np.diff(squared_window_starts[frames.first_window])
-    attended_pairs = (
-        num_full_layers * frames.patches_per_frame**2 + (vision.num_layers - num_full_layers) * window_pairs
-    )
+    attended_pairs = num_full_layers * frames.patches_per_frame**2 + (
+        vision.num_layers - num_full_layers
+    ) * np.diff(squared_window_starts[frames.first_window])
     linear_flops_per_patch = sum(tower_forward_flops(vision, unit_sizes)) / vision.merge_unit
     return linear_flops_per_patch * frames.patches_per_frame + 4.0 * vision.hidden_size * attended_pairs
 

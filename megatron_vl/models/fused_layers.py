@@ -28,7 +28,6 @@ from megatron_vl.models.attention import PackedRow
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU."""
     return nn.functional.gelu(x, approximate="tanh")
 
 
@@ -123,7 +122,7 @@ class FusedMLP(MLP):
         is_gated = self.config.gated_linear_unit
         if bias is not None:
             if runs_on_kernels(intermediate_states):
-                from megatron_vl.kernels.layers.biased_activation import biased_activation
+                from megatron_vl.kernels.layers.biased_layers import biased_activation
 
                 return biased_activation(intermediate_states, bias, self.activation_name, is_gated=is_gated)
             intermediate_states = intermediate_states + bias
@@ -147,7 +146,7 @@ def add_to_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
         if bias is None:
             return residual + output.to(residual.dtype)
 
-        from megatron_vl.kernels.layers.biased_sum import biased_sum
+        from megatron_vl.kernels.layers.biased_layers import biased_sum
 
         return biased_sum(residual, output, bias)
 
@@ -185,8 +184,7 @@ def postpone_addition(training: bool, fused: bool) -> Callable[..., PendingSum]:
 
 def recomputes_norms(config: TransformerConfig) -> bool:
     """Whether core frees all that a norm returns and computes it again in the backward pass."""
-    is_selective = config.recompute_granularity == "selective"
-    return is_selective and "layernorm" in (config.recompute_modules or [])
+    return (config.recompute_granularity == "selective") and "layernorm" in (config.recompute_modules or [])
 
 
 class ResidualNorm(nn.Module):

@@ -23,7 +23,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megatron_vl.models.attention import PackedAttention
-from megatron_vl.models.deepstack import DeepStackLayer
 from megatron_vl.models.fused_layers import (
     FusedMLP,
     ResidualNorm,
@@ -36,6 +35,45 @@ from megatron_vl.models.gated_delta_net import GatedDeltaNet
 from megatron_vl.models.moe.router import moe_layer
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import LinearAttentionSpec
+
+
+def remaining_deepstack_levels(layer_index: int, num_deepstack_levels: int) -> int:
+    """How many of ``num_deepstack_levels`` are in the input of the decoder layer ``layer_index`` (from 0)."""
+    return max(0, num_deepstack_levels - layer_index)
+
+
+class DeepStackLayer(TransformerLayer):
+    """A decoder layer that adds features of an inner vision layer to its output (DeepStack).
+
+    Reference: arXiv 2406.04334 and ``Qwen3VLTextModel`` of transformers, which adds level ``i`` at the
+    medium's tokens to the output of decoder layer ``i``.
+
+    The levels that are not added yet are concatenated to the hidden state along the sequence dimension. Under
+    sequence parallelism, each level is scattered like the hidden state. A layer adds the first level and
+    removes it: with n levels left, it maps [(1 + n) * s, 1, H] to [n * s, 1, H] if n > 0, else [s, 1, H] to
+    [s, 1, H]. So gradients, recomputation, pipeline messages and the interleaved schedule need no change, and
+    any layer may be on any stage.
+    """
+
+    def __init__(self, *args: Any, deepstack: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.remaining_levels = remaining_deepstack_levels(self.layer_number - 1, deepstack)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        if not self.remaining_levels:
+            return super().forward(hidden_states, *args, **kwargs)
+
+        local_seq_len = hidden_states.shape[0] // (1 + self.remaining_levels)
+        layer_input, first_level, later_levels = hidden_states.split(
+            [local_seq_len, local_seq_len, (self.remaining_levels - 1) * local_seq_len]
+        )
+
+        # The layer keeps its input for the backward pass. The copy lets the memory of all levels be freed.
+        layer_output, context = super().forward(layer_input.clone(), *args, **kwargs)
+        layer_output = layer_output + first_level
+        if self.remaining_levels > 1:
+            layer_output = torch.cat((layer_output, later_levels))
+        return layer_output, context
 
 
 class LocalRMSNorm(nn.Module):
@@ -191,33 +229,7 @@ def transformer_block_spec(
     self_attention = _self_attention_spec(
         layer_modules, core_attention, attention_backend, causal, fused_windows
     )
-    layer_spec = _dense_layer_spec(layer_modules, self_attention, num_deepstack_levels, recompute_activation)
-
-    # A layer may have both experts and linear attention.
-    layer_specs = [layer_spec] * num_layers
-    if any(layers_with_experts):
-        # The router reads the output of the norm too, so that norm cannot be part of the first linear.
-        layer_specs = _replace_in_layers(
-            layer_specs,
-            layers_with_experts,
-            pre_mlp_layernorm=layer_modules.expert_norm,
-            mlp=moe_layer(platform, *linear_classes(platform)),
-        )
-    if any(layers_with_linear_attention):
-        linears = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}
-        delta_net = ModuleSpec(module=GatedDeltaNet, params={"spec": linear_attention, **linears})
-        layer_specs = _replace_in_layers(layer_specs, layers_with_linear_attention, self_attention=delta_net)
-    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
-
-
-def _dense_layer_spec(
-    layer_modules: _LayerModules,
-    self_attention: ModuleSpec,
-    num_deepstack_levels: int,
-    recompute_activation: bool,
-) -> ModuleSpec:
-    """A layer with an MLP; the last two arguments are those of :func:`transformer_block_spec`."""
-    return ModuleSpec(
+    layer_spec = ModuleSpec(
         module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
         params={"deepstack": num_deepstack_levels} if num_deepstack_levels else {},
         submodules=TransformerLayerSubmodules(
@@ -235,6 +247,22 @@ def _dense_layer_spec(
             mlp_bda=layer_modules.add_mlp,
         ),
     )
+
+    # A layer may have both experts and linear attention.
+    layer_specs = [layer_spec] * num_layers
+    if any(layers_with_experts):
+        # The router reads the output of the norm too, so that norm cannot be part of the first linear.
+        layer_specs = _replace_in_layers(
+            layer_specs,
+            layers_with_experts,
+            pre_mlp_layernorm=layer_modules.expert_norm,
+            mlp=moe_layer(platform, *linear_classes(platform)),
+        )
+    if any(layers_with_linear_attention):
+        linears = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}
+        delta_net = ModuleSpec(module=GatedDeltaNet, params={"spec": linear_attention, **linears})
+        layer_specs = _replace_in_layers(layer_specs, layers_with_linear_attention, self_attention=delta_net)
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
 
 
 def _self_attention_spec(

@@ -118,8 +118,7 @@ class LinearAdapter(nn.Module):
         inner_states = self._exchange(self.lora_A(self._drop(x), weight_a))
 
         scale = self.uniform_scale if self.has_uniform_scale else self.column_scales
-        scaled_states = (inner_states * scale).to(inner_states.dtype)
-        return output + self.lora_B(scaled_states, weight_b)
+        return output + self.lora_B((inner_states * scale).to(inner_states.dtype), weight_b)
 
     def _exchange(self, inner_states: Tensor) -> Tensor:
         """Gathers or sums the columns between the factors over the tensor-parallel ranks."""
@@ -167,8 +166,7 @@ def add_to_output(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
 
     layer_input = norm_outputs[0] if norm_outputs else inputs[0]
     # Grouped experts also get the numbers of their rows.
-    adapted_output = linear.adapter(layer_input, layer_output, *inputs[1:])
-    return adapted_output, bias
+    return linear.adapter(layer_input, layer_output, *inputs[1:]), bias
 
 
 def seed_dropout(seed: int, step: int) -> None:
@@ -240,7 +238,7 @@ class AdaptedModel:
         self, adapter: FusedLora, linear: Any, base_tensors: list[LiveTensor]
     ) -> nn.Module:
         """The adapter of all experts of a rank, for grouped products on a GPU."""
-        from megatron_vl.models.moe.lora import MIN_RANK_MULTIPLE, GroupedAdapter
+        from megatron_vl.models.moe.experts import MIN_RANK_MULTIPLE, GroupedAdapter
 
         [part] = adapter.parts
         if not linear.takes_tile_plan or self.sharding.etp > 1 or part.rank % MIN_RANK_MULTIPLE:

@@ -80,7 +80,6 @@ def named_tensors(
         {tensor_name.split(mark)[0] for tensor_name, _ in chunk.named_parameters() if mark in tensor_name}
         for mark in (".mlp.router.", ".self_attention.in_proj.")
     )
-    is_tied = chunk.share_embeddings_and_output_weights
     modules = [chunk] if chunk.decoupled is None else [chunk.decoupled.module, chunk]
 
     for module_name, parameter in (named for module in modules for named in module.named_parameters()):
@@ -89,7 +88,7 @@ def named_tensors(
         tensor_name, local_expert = canonical_name(
             module_name,
             first_layer,
-            is_tied,
+            chunk.share_embeddings_and_output_weights,
             has_router=layer_name in layers_with_router,
             has_linear_attention=layer_name in linear_attention_layers,
         )

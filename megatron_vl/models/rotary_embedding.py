@@ -23,8 +23,7 @@ class MultimodalRope(nn.Module):
 
     def __init__(self, language_spec: LanguageSpec) -> None:
         super().__init__()
-        rotary_dim = language_spec.rotary_dim  # core does not rotate the rest of a head
-        num_frequencies = rotary_dim // 2
+        num_frequencies = language_spec.rotary_dim // 2  # core does not rotate the rest of a head
         self._inv_freq = rotary_frequencies(language_spec)
         if language_spec.mrope_interleaved:
             # The order is t h w t h w ..., and only t once height and width have all their frequencies.
@@ -62,8 +61,7 @@ def rotary_frequencies(language_spec: LanguageSpec) -> Tensor:
     if yarn is None:
         return 1.0 / wavelengths
     low, high = yarn.ramp_bounds(rotary_dim, language_spec.rope_theta)
-    index = torch.arange(rotary_dim // 2, dtype=torch.float32)
-    kept_share = 1 - ((index - low) / (high - low)).clamp(0, 1)
+    kept_share = 1 - ((torch.arange(rotary_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     # In the order of transformers: at position 100,000, the last bit of a frequency is 1e-5 of a cosine.
     return 1.0 / (yarn.factor * wavelengths) * (1 - kept_share) + 1.0 / wavelengths * kept_share
 

@@ -13,14 +13,13 @@ from megatron_vl.config.checks import check_fp8
 from megatron_vl.models.fused_layers import ACTIVATIONS
 from megatron_vl.models.moe.router import moe_core_settings
 from megatron_vl.platform import Platform
-from megatron_vl.spec.families import LanguageSpec, LinearAttentionSpec, ModelSpec
+from megatron_vl.spec.families import LinearAttentionSpec, ModelSpec
 from megatron_vl.spec.layout import Layout
 
 
 def _common_settings(
     platform: Platform, spec: ModelSpec, layout: Layout, config: TrainConfig
 ) -> dict[str, Any]:
-    """The settings that the language model and the vision tower have in common."""
     is_cuda, dtype = platform.name == "cuda", getattr(torch, config.dtype)
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -68,7 +67,23 @@ def language_config(
         pipeline_model_parallel_layout=layout.megatron_layout_string() if layout.pp > 1 else None,
         cross_entropy_loss_fusion=platform.name == "cuda",
         cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
-        **_language_sizes(language_spec),
+        num_layers=language_spec.num_layers,
+        hidden_size=language_spec.hidden_size,
+        # Core needs a width even if there are no dense layers.
+        ffn_hidden_size=language_spec.ffn_hidden_size or language_spec.moe_ffn_hidden_size,
+        num_attention_heads=language_spec.num_heads,
+        num_query_groups=language_spec.num_kv_heads,
+        kv_channels=language_spec.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=language_spec.norm_eps,
+        add_bias_linear=False,
+        add_qkv_bias=language_spec.qkv_bias,
+        qk_layernorm=language_spec.qk_norm,
+        attention_output_gate=language_spec.output_gate,
+        layernorm_zero_centered_gamma=language_spec.zero_centered_norms,
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS["silu"],
+        mrope_section=list(language_spec.mrope_section),
         **expert_settings,
         **_recompute_settings(
             platform, recompute.language, recompute.language_modules, has_experts=bool(expert_settings)
@@ -83,29 +98,6 @@ def language_config(
         transformer_config.overlap_p2p_comm = platform.name == "cuda"
 
     return transformer_config
-
-
-def _language_sizes(language_spec: LanguageSpec) -> dict[str, Any]:
-    """The settings of the language model that its spec alone decides."""
-    return {
-        "num_layers": language_spec.num_layers,
-        "hidden_size": language_spec.hidden_size,
-        # Core needs a width even if there are no dense layers.
-        "ffn_hidden_size": language_spec.ffn_hidden_size or language_spec.moe_ffn_hidden_size,
-        "num_attention_heads": language_spec.num_heads,
-        "num_query_groups": language_spec.num_kv_heads,
-        "kv_channels": language_spec.head_dim,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": language_spec.norm_eps,
-        "add_bias_linear": False,
-        "add_qkv_bias": language_spec.qkv_bias,
-        "qk_layernorm": language_spec.qk_norm,
-        "attention_output_gate": language_spec.output_gate,
-        "layernorm_zero_centered_gamma": language_spec.zero_centered_norms,
-        "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS["silu"],
-        "mrope_section": list(language_spec.mrope_section),
-    }
 
 
 def check_fp8_width(linear: LinearAttentionSpec, config: TrainConfig) -> None:
@@ -188,12 +180,3 @@ def _recompute_settings(
     if recompute_mode == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}
     return {}
-
-
-def fp8_row_multiple(config: TransformerConfig) -> int:
-    """The number that must divide the rows on each rank for products in FP8; 1 without FP8.
-
-    Blockwise scaling needs 128. The other recipes would run with 16, but Transformer Engine casts and
-    transposes at half the speed unless tiles of 128 by 128 fill the tensor.
-    """
-    return 128 if config.fp8 else 1

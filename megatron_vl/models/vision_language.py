@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import all_to_all, scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -19,9 +19,8 @@ from torch import Tensor
 from megatron_vl.config import LoraConfig, MtpConfig
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.batch import DeviceRow
-from megatron_vl.models.context_parallel import exchange_features
-from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.head import loss_token_losses
+from megatron_vl.models.layer_specs import remaining_deepstack_levels
 from megatron_vl.models.mtp import MultiTokenPrediction, embeddings_of_next
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.parallel.ddp import AbsentTower
@@ -107,8 +106,7 @@ class VisionLanguageModel(MegatronModule):
 
         # Most tokens of a row have no loss. The head is computed only for those that have one, because logits
         # [S, V] are the largest activation of the model.
-        selects_loss_tokens = labels and row.loss_index is not None
-        output_processor: Any = loss_token_losses if selects_loss_tokens else None
+        output_processor: Any = loss_token_losses if (labels and row.loss_index is not None) else None
         if self.mtp is not None and labels:
             output_processor = partial(self._losses_of_both, row)
 
@@ -178,8 +176,7 @@ class VisionLanguageModel(MegatronModule):
             self.absent_tower.gather_params()
         # The tower runs before the embedding, because parameters are registered, gathered and reduced in that
         # order.
-        skips_tower = self._skips_tower(row)
-        level_features = self._level_features(row, skips_tower)
+        level_features = self._level_features(row, self._skips_tower(row))
 
         token_embeddings = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
         if self.lora.rank and torch.is_grad_enabled():
@@ -250,7 +247,10 @@ class VisionLanguageModel(MegatronModule):
             if not route.encodes:  # a dummy image, which no placeholder stands for
                 local_features = local_features[:0] + local_features.sum() * 0.0
 
-        return list(exchange_features(local_features, route, self.language_model.pg_collection.cp).unbind(1))
+        # From the features that this rank encoded to those of its placeholders, both in the tower's order.
+        cp_group = self.language_model.pg_collection.cp
+        sent_features = local_features.index_select(0, route.send_order)
+        return list(all_to_all(cp_group, sent_features, route.received, route.sent).unbind(1))
 
     @property
     def _backward_reaches_embedding(self) -> bool:

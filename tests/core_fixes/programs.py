@@ -67,12 +67,3 @@ def nodes_of(out: Tensor) -> list[str]:
             found.append(node.name())
             left += [following for following, _ in node.next_functions]
     return found
-
-
-def devices_of_tensors() -> list[str]:
-    """Where tensors lie that name a GPU on the CPU platform, and one in a context of another device."""
-    get_platform("cpu")
-    made = [torch.zeros(1, device="cuda"), torch.ones(1).to("cuda:0"), torch.ones(1).cuda()]
-    with torch.device("meta"):
-        made.append(torch.empty(1))
-    return [str(tensor.device) for tensor in made] + [torch.ones(1).type()]

@@ -4,7 +4,6 @@ source."""
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -47,8 +46,6 @@ class Module:
     tree: ast.Module
     names: dict[str, str] = field(default_factory=dict)
     """Name -> dotted name of what was imported under it, or assigned from that."""
-    returns: dict[str, str] = field(default_factory=dict)
-    """Function -> dotted name of what it returns."""
     own: set[str] = field(default_factory=set)
     """Names that the module itself defines."""
 
@@ -56,9 +53,6 @@ class Module:
         for node in ast.walk(self.tree):
             self._learn_definition(node)
             self._learn_import(node)
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.FunctionDef):
-                self._learn_return(node)
         for node in ast.walk(self.tree):
             self._learn_assignment(node)
 
@@ -80,43 +74,23 @@ class Module:
             for name in node.names:
                 self.names[name.asname or name.name] = f"{node.module}.{name.name}"
 
-    def _learn_return(self, node: ast.FunctionDef) -> None:
-        for inner in ast.walk(node):
-            if isinstance(inner, ast.Return) and isinstance(inner.value, ast.Name):
-                if inner.value.id in self.names:
-                    self.returns[node.name] = self.names[inner.value.id]
-
     def _learn_assignment(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Assign):
-            pairs = [(target, node.value) for target in node.targets]
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            pairs = [(node.target, node.value)]
-        else:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             return
-        for target, value in pairs:
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs += zip(target.elts, value.elts, strict=True)
-                continue
-            known = self.dotted(value)
-            if isinstance(target, ast.Name) and known and target.id not in self.names:
-                self.names[target.id] = known
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name) and (known := self.dotted(node.value)):
+                self.names.setdefault(target.id, known)
 
     def dotted(self, node: ast.AST) -> str:
         """What an expression stands for; empty where that is not known. An object has its class's name."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, "")
-        if isinstance(node, ast.Subscript):
-            return self.dotted(node.value)
         if isinstance(node, ast.Attribute):
             base = self.dotted(node.value)
             return f"{base}.{node.attr}" if base else ""
         if not isinstance(node, ast.Call):
             return ""
-        if isinstance(node.func, ast.Name) and node.func.id in self.returns:
-            return self.returns[node.func.id]
         called = self.dotted(node.func)
-        if called == "sys.modules.get" and isinstance(node.args[0], ast.Constant):
-            return str(node.args[0].value)
         return called if called.rpartition(".")[2].lstrip("_")[:1].isupper() else ""
 
 
@@ -132,28 +106,27 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
+@cache
 def modules() -> list[Module]:
     """Every module of the packages."""
-    return _modules(ROOT)
-
-
-@cache
-def _modules(root: Path) -> list[Module]:
     found = []
     for package in PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
             found.append(Module(name, ast.parse(path.read_text())))
     return found
 
 
-def all_nodes() -> Iterator[tuple[Module, str, ast.AST]]:
-    """Every node of every module, with the top-level class or function that it is in."""
-    for module in modules():
-        for top in module.tree.body:
-            scope = top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else ""
-            for node in ast.walk(top):
-                yield module, scope, node
+@cache
+def all_nodes() -> list[tuple[Module, str, ast.AST]]:
+    """Every node of every module that can reach, with the top-level class or function that it is in."""
+    return [
+        (module, top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else "", node)
+        for module in modules()
+        for top in module.tree.body
+        for node in ast.walk(top)
+        if isinstance(node, (ast.Attribute, ast.Call, ast.ClassDef, ast.ImportFrom))
+    ]
 
 
 def subclasses() -> list[Reach]:

@@ -31,7 +31,7 @@ from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.platform import get_platform
 from megatron_vl.training.resolve import resolve_run
 from tests.core_fixes import scan
-from tests.core_fixes.programs import devices_of_tensors, nodes_of_experts
+from tests.core_fixes.programs import nodes_of_experts
 from tests.support.ranks import call, in_ranks
 from tests.support.tiny_trainer import join
 
@@ -326,6 +326,11 @@ def test_silenced_warnings_are_those_that_core_still_writes() -> None:
         assert re.search(r"\b(log_single_rank|logger\.(info|warning|debug))\(", source), name
 
 
-@pytest.mark.ranks
+@in_ranks()
 def test_cpu_platform_redirects_gpus_and_no_other_device() -> None:
-    assert call(devices_of_tensors) == ["cpu", "cpu", "cpu", "meta", "torch.cuda.FloatTensor"]
+    get_platform("cpu")
+    made = [torch.zeros(1, device="cuda"), torch.ones(1).to("cuda:0"), torch.ones(1).cuda()]
+    with torch.device("meta"):
+        made.append(torch.empty(1))
+    assert [tensor.device.type for tensor in made] == ["cpu", "cpu", "cpu", "meta"]
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"

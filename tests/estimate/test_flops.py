@@ -44,8 +44,8 @@ from toolkit.parity.reference import hf_inputs
 NO_LORA = LoraConfig()
 HYBRID = ["qwen3_5", "qwen3_5_moe"]
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID]
-SIMILAR = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_moe")
-"""Families whose products the other two have."""
+TYPICAL = {"qwen3_vl_moe", "qwen3_5"}
+"""Families that have the products of all others."""
 FREEZE = {
     "nothing": {},
     "tower": {"freeze_vision": True},
@@ -148,16 +148,16 @@ def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "causal_conv1d_fn", lambda x, weight, *_, **__: x * weight[:, :1])
 
 
-def with_families(cases: Iterable[str], usual: str) -> list[Any]:
-    """Each case with each family. Of SIMILAR ones, ``make test`` runs the usual case alone."""
+def with_families(cases: Iterable[str], usual: str, typical: set[str]) -> list[Any]:
+    """Each case with each family. Of those that are not typical, ``make test`` runs the usual case alone."""
     found = []
     for case, family in itertools.product(cases, FAMILIES):
-        mark = pytest.mark.full if family in SIMILAR else pytest.mark.slow
+        mark = pytest.mark.slow if family in typical else pytest.mark.full
         found.append(pytest.param(case, family, marks=[mark] * (case != usual)))
     return found
 
 
-@pytest.mark.parametrize(("frozen", "family"), with_families(FREEZE, "nothing"))
+@pytest.mark.parametrize(("frozen", "family"), with_families(FREEZE, "nothing", {"qwen3_vl_moe"}))
 def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family: str, frozen: str) -> None:
     """Forward and backward with each part frozen alone: frozen weights get no gradients, and needless ones
     are left out."""
@@ -193,7 +193,7 @@ WHOLE_MODULES = {
 }
 
 
-@pytest.mark.parametrize(("targets", "family"), with_families(LORA_TARGETS, "all"))
+@pytest.mark.parametrize(("targets", "family"), with_families(LORA_TARGETS, "all", TYPICAL))
 def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family: str, targets: str) -> None:
     """Forward and backward of PEFT's model with the same adapters, of which two have ranks of their own."""
     import peft
@@ -223,20 +223,18 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
     assert counted - ours == rotary(spec, len(sample))
 
 
-def counted_flops(hf: str, kinds: list[dict[str, Any]], mtp: dict[str, Any] | None = None) -> list[int]:
-    """Torch's count for a forward and backward pass of our modules under each kind of recomputation."""
+def counted_flops(hf: str, runs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[int]:
+    """Torch's count for a forward and backward pass of our modules: with each recompute and mtp."""
     trainer = tiny_trainer(hf)
     samples = [make_sample("mixed", trainer.spec, seed) for seed in (0, 1)]
     length = sum(map(len, samples))
 
     counts = []
-    for kind in kinds:
-        sections = {"recompute": RecomputeConfig(**kind), "mtp": MtpConfig(**(mtp or {}))}
-        again = trainer.again(**sections)
-        chunks = again.model_chunks
+    for recompute, mtp in runs:
+        again = trainer.again(recompute=RecomputeConfig(**recompute), mtp=MtpConfig(**mtp))
         rows = again.feed_of([pack_row(samples, trainer.spec, length)], 1).next_batch().rows
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-            run_schedule(chunks, rows, seq_len=length)
+            run_schedule(again.model_chunks, rows, seq_len=length)
         counts.append(counter.get_total_flops())
     return counts
 
@@ -255,7 +253,7 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
         RecomputeConfig(language="selective", language_modules=["core_attn"]),
         RecomputeConfig(language="selective", language_modules=["core_attn", "mlp"]),
     ]
-    counted = call(counted_flops, hf=str(hf), kinds=list(map(dataclasses.asdict, kinds)))
+    counted = call(counted_flops, hf=str(hf), runs=[(dataclasses.asdict(kind), {}) for kind in kinds])
     spec = read_spec(hf)
     samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
     where, loss_tokens = lengths(samples, spec), sum(len(loss_tokens_of(sample)) for sample in samples)
@@ -273,28 +271,28 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("family", "trains"), [("qwen3_5", "head"), ("qwen3_5_moe", "all")])
-def test_multi_token_prediction_equals_counted(tiny_checkpoint, family: str, trains: str) -> None:
+def test_multi_token_prediction_equals_counted(tiny_checkpoint) -> None:
     """What a step and full recomputation run more with the layer than without it."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
-    recompute = [{}, {"language": "full"}]
-    mtp = MtpConfig(loss=0.1, trains=trains)
-    counts = [call(counted_flops, hf=str(hf), kinds=recompute, mtp=each) for each in ({}, vars(mtp))]
-    more, more_again = (with_layer - without for without, with_layer in zip(*counts, strict=True))
+    hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32)
+    full, head, whole = {"language": "full"}, MtpConfig(loss=0.1), MtpConfig(loss=0.1, trains="all")
+    runs = [({}, {}), (full, {}), ({}, vars(head)), ({}, vars(whole)), (full, vars(whole))]
+    none, none_full, *with_layer, whole_full = call(counted_flops, hf=str(hf), runs=runs)
 
     spec = read_spec(hf)
     samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
     where, with_mtp = lengths(samples, spec), spec.with_mtp()
     # The last token of a row is listed too.
     sizes = row_sizes(*where, LOSS_INDEX_MULTIPLE + 1)
-    ours = needed_flops(with_mtp, ModelConfig(), NO_LORA, sizes, mtp).total
     squares = max(attention_flops(spec, where[0]))
-    assert more == ours - needed_flops(spec, ModelConfig(), NO_LORA, sizes).total + 3 * squares
-    full = RecomputeConfig(language="full")
-    again = again_flops(with_mtp, full, where).total - again_flops(spec, full, where).total
+    without = needed_flops(spec, ModelConfig(), NO_LORA, sizes).total
+    for mtp, count in zip((head, whole), with_layer, strict=True):
+        ours = needed_flops(with_mtp, ModelConfig(), NO_LORA, sizes, mtp).total
+        assert count - none == ours - without + 3 * squares
+    recompute = RecomputeConfig(**full)
+    again = again_flops(with_mtp, recompute, where).total - again_flops(spec, recompute, where).total
     expert_layers = sum(map(spec.language.has_experts, range(spec.language.num_layers)))
-    unread = unread_flops(spec, where[0]) / max(1, expert_layers)
-    assert more_again == more + again + unread + squares
+    unread = unread_flops(spec, where[0]) / expert_layers
+    assert whole_full - none_full == count - none + again + unread + squares
 
 
 @pytest.mark.parametrize("family", HYBRID)

@@ -14,12 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory import peak_stage_gib, stage_memories
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.estimate.step import predict_layout
 from megatron_vl.spec.families import read_spec
+from tests.support.planned import config_of
 
 FOLDER = Path(__file__).parent
 FULLEST_PATCHES, FULLEST_LOSS = 1.05, 1.2
@@ -46,7 +47,7 @@ def _estimate(facts: dict[str, Any]) -> MeasuredRun:
     spec = read_spec(FOLDER.parent / "hf_configs" / f"{facts['model']}.json")
     cut = {f"num_{name}": facts[name] for name in ("language_layers", "vision_layers") if name in facts}
     spec = spec.replace_layers(**cut) if cut else spec
-    config = parse_config([*facts["options"].split(), "--data.path", f"synthetic:{facts['rows']}"])
+    config = config_of(f"{facts['options']} --data.path synthetic:{facts['rows']}")
     spec = spec.with_mtp(bool(config.mtp.loss))
     layout = run_layout(config, spec, facts["gpus"])
     run = predict_layout(config, spec, facts["gpus"], layout, find_gpu(facts["gpu"]))

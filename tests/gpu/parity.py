@@ -7,7 +7,7 @@ and 128 in Qwen3.5's), every row has at least two samples and two images, RoPE i
 when a case fails.
 
 Cases of multi-token prediction ("mtp") are compared with the plain layer of
-:mod:`tests.models.mtp_reference`: hidden states, the loss of each token, and gradients.
+:mod:`tests.models.mtp_reference`: losses, targets, and gradients.
 
 With ``--platform cpu``, a tower with LayerNorm, such as Qwen3-VL's, fails in the gradients of its norms,
 although losses and outputs agree. On CPU, torch 2.11's LayerNorm sums these gradients over rows in bf16, so
@@ -17,20 +17,18 @@ all images of a row in one call; the reference takes one sample after another.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from converters.convert import convert_weights
 from megatron_vl.platform import Platform
+from tests.gpu.results import option_parser, work_folders
 from tests.models import mtp_reference
 from tests.parity.cases import FULL, MOE, MOE35, Q2, Q3, Q25, Q35, TP2_SP
 from tests.parity.test_parity import with_yarn
@@ -195,16 +193,10 @@ CASES: dict[int, list[dict[str, Any]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, choices=sorted(CASES), default=1)
-    parser.add_argument(
-        "--out", type=Path, default=None, help="folder for results; a temporary one when not given"
-    )
-    parser.add_argument("--platform", default="cuda", choices=["cuda", "cpu"])
+    parser = option_parser(__doc__, ranks=1, platform=True)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     args = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="gpu-parity-"))
-    cases = []
+    (work, folder), cases = work_folders(args.out, "gpu-parity"), []
 
     for entry in [entry for entry in CASES[args.ranks] if args.only in entry["name"]]:
         fields = dict(entry)
@@ -220,8 +212,7 @@ def main() -> int:
         cases.append(ParityCase(hf=str(hf), weights=start_weights, dtype="bfloat16", seq_len=512, **fields))
 
     write_cases(cases, work / "cases.json")
-    out = (args.out or work) / f"parity_{args.ranks}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    out = folder / f"parity_{args.ranks}.json"
     program = ["-m", "tests.gpu.parity", str(work / "cases.json"), str(out), args.platform]
     done = subprocess.run([*torchrun(args.ranks), *program], check=False)
     for name, result in json.loads(out.read_text()).items():
@@ -231,7 +222,7 @@ def main() -> int:
                 f"{'ok    ' if step['ok'] else 'FAILED'} {name} | step {number} | loss {step['loss']:.6f} "
                 f"transformers {step['reference']:.6f} ({step['loss_error']:.1e}) | gradient error "
                 f"{error:.3f} transformers {theirs:.3f} | worst {next(iter(step['worst']))}"
-                + "".join(f" | {key} {step[key]}" for key in ("mtp", "outputs", "departs") if step.get(key))
+                + "".join(f" | {key} {step[key]}" for key in ("mtp", "departs") if step.get(key))
             )
 
     return done.returncode

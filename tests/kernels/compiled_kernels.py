@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_vl.kernels.attention import tower_attention, window_attention
 from megatron_vl.kernels.experts import grouped_gemm
-from megatron_vl.kernels.linear_attention import delta_rule_chunks, gated_delta_rule_triton
+from megatron_vl.kernels.linear_attention import delta_rule_forward, gated_delta_rule_triton
 from megatron_vl.kernels.where_kernels_run import LARGE_SHARED_MEMORY
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
@@ -116,7 +116,7 @@ def main() -> None:
 
     JITFunction.run = compile_instead
     is_large = SHARED_MEMORY[capability] >= LARGE_SHARED_MEMORY
-    for module in (window_attention, delta_rule_chunks):
+    for module in (window_attention, delta_rule_forward):
         module.has_large_shared_memory = lambda device: is_large
     launch_all(128 if is_large else 64)
 

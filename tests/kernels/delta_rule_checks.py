@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vl.kernels.linear_attention.gated_delta_rule import causal_conv, gated_delta_rule, gated_norm
-from tests.kernels.relative import RATES, relative, same_bits_twice
+from tests.kernels.relative import RATES, relative
 from tests.kernels.triton_checks import fix_interpreter
 
 NAMES = ("out", "dq", "dk", "dv", "dg", "dbeta")
@@ -72,7 +72,10 @@ def rule_errors(lengths: list[int], *shape, device: str = "cpu", **kind) -> dict
     """The relative error of each result (L2)."""
     inputs = rule_inputs(lengths, *shape, device=device, **kind)
     segments = numbers(lengths, device)
-    ours = same_bits_twice(*(run(gated_delta_rule, inputs, segments) for _ in range(2)))
+    ours = run(gated_delta_rule, inputs, segments)
+    if device != "cpu":
+        again = run(gated_delta_rule, inputs, segments)
+        assert all((a == b).all() for a, b in zip(ours, again, strict=True)), "not the same bits twice"
     wide = [t.detach().double().requires_grad_() for t in inputs]
     exact = run(gated_delta_rule, wide, segments)
     return {name: relative(a, b) for name, a, b in zip(NAMES, ours, exact, strict=True)}

@@ -35,8 +35,7 @@ from megatron_vl.kernels.experts.token_copies_triton import (
     scatter_rows,
     sum_rows,
 )
-from megatron_vl.kernels.layers.biased_activation import biased_activation
-from megatron_vl.kernels.layers.biased_sum import biased_sum
+from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum
 from megatron_vl.kernels.layers.residual_norm import residual_norm
 from megatron_vl.kernels.layers.swiglu import swiglu
 from megatron_vl.kernels.linear_attention import causal_conv_triton, gated_norm_triton

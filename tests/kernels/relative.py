@@ -11,9 +11,3 @@ RATES = {"as initialised": (0.01, 16.0), "slow": (0.001, 0.02), "mixed": (0.001,
 def relative(a: Tensor, b: Tensor) -> float:
     """The relative error (L2) of ``a``. A first token's gradient of its decay is exactly 0."""
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
-
-
-def same_bits_twice(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
-    """The results, after checking that two runs agree in every bit."""
-    assert all((a == b).all() for a, b in zip(first, second, strict=True)), "not the same bits twice"
-    return first

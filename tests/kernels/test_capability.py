@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_vl import platform
-from megatron_vl.config import RunConfigError, parse_config
+from megatron_vl.config import Fp8Config, RunConfigError, TrainConfig
 from megatron_vl.kernels.attention import flash_attention
 from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.transformer_configs import _fp8_settings
@@ -37,27 +37,27 @@ def platform_of(fake: pytest.MonkeyPatch, capability: int) -> Platform:
     return platform._make_platform("cuda")
 
 
-@pytest.mark.parametrize("capability", [70, 75])
-def test_gpu_without_bfloat16_is_refused(fake: pytest.MonkeyPatch, capability: int) -> None:
-    stated = f"Some card has compute capability 7.{capability % 10}; .* need 8.0 .Ampere. or later"
+FP8 = TrainConfig(fp8=Fp8Config(recipe="delayed"), dtype="bfloat16")
+
+
+def test_gpu_without_bfloat16_is_refused(fake: pytest.MonkeyPatch) -> None:
+    stated = "Some card has compute capability 7.5; .* need 8.0 .Ampere. or later"
     with pytest.raises(PlatformError, match=stated):
-        platform_of(fake, capability)
+        platform_of(fake, 75)
 
 
-@pytest.mark.parametrize("capability", [80, 86, 89])
+@pytest.mark.parametrize("capability", [80, 89])
 def test_gpu_before_hopper_takes_other_kernels_and_no_fp8(fake: pytest.MonkeyPatch, capability: int) -> None:
     found = platform_of(fake, capability)
     assert choose_backend("auto", platform=found.name, head_dim=128, causal=True) == "te"
-    for recipe in ("tensorwise", "delayed", "blockwise"):
-        stated = f"fp8.recipe {recipe} needs Hopper .*, and this GPU has 8.{capability % 10}; set fp8.recipe"
-        with pytest.raises(RunConfigError, match=stated):
-            _fp8_settings(found, parse_config(["--fp8.recipe", recipe, "--dtype", "bfloat16"]))
-    assert _fp8_settings(found, parse_config([])) == {}
+    stated = f"fp8.recipe delayed needs Hopper .*, and this GPU has 8.{capability % 10}; set fp8.recipe"
+    with pytest.raises(RunConfigError, match=stated):
+        _fp8_settings(found, FP8)
+    assert _fp8_settings(found, TrainConfig()) == {}
 
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_hopper_and_blackwell_have_everything(fake: pytest.MonkeyPatch, capability: int) -> None:
     found = platform_of(fake, capability)
     assert choose_backend("auto", platform=found.name, head_dim=128, causal=True) == "flash_attn"
-    fp8 = _fp8_settings(found, parse_config(["--fp8.recipe", "delayed", "--dtype", "bfloat16"]))
-    assert fp8 == {"fp8": "hybrid", "fp8_recipe": "delayed"}
+    assert _fp8_settings(found, FP8) == {"fp8": "hybrid", "fp8_recipe": "delayed"}

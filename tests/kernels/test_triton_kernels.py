@@ -8,14 +8,12 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import megatron_vl
-from megatron_vl.kernels.layers.biased_activation import SIGMOID_COEFFICIENTS
-from megatron_vl.kernels.linear_attention import delta_rule_chunks
-from megatron_vl.models.fused_layers import ACTIVATIONS
 from tests.kernels.compiled_kernels import SHARED_MEMORY
 from tests.models.programs import steps_with_fused_layers
 from tests.support.ranks import call, run_module
@@ -26,11 +24,14 @@ pytestmark = pytest.mark.ranks
 TWO_LAYERS = {
     "layers": 2,
     "vision_layers": 2,
+    "vision_heads": 2,
     "full_attention_layers": (1,),
     "deepstack_layers": (0, 1),
     "full_attention_layers_of": 2,
 }
-"""Interpreted kernels take most of the time; these layers have one of each kind."""
+"""Interpreted kernels take most of the time; these layers have one of each kind. Vision heads are 40 wide."""
+SMALL_IMAGE = ("without_loss", 48)
+"""A sample with an image of 24 patches, and the length of its row."""
 
 
 def errors_of(*arguments: str, **variables: str) -> dict[str, float]:
@@ -47,8 +48,8 @@ def test_kernels_equal_torch() -> None:
 
 
 WITHOUT_TOKENS = {
-    *("adam_triton._adam_step_kernel", "master_halves_triton._split_kernel"),
-    *("master_halves_triton._join_kernel", "grouped_gemm._plan_tiles_kernel"),
+    *("adam_triton._adam_step_kernel", "adam_triton._split_kernel"),
+    *("adam_triton._join_kernel", "grouped_gemm._plan_tiles_kernel"),
 }
 """Kernels over one parameter, of less than 2^31 elements, or over the experts."""
 
@@ -81,7 +82,7 @@ def test_offsets_of_rows_of_a_million_tokens() -> None:
     offsets = found["offsets"]
     assert offsets.keys() == launched_kernels() - WITHOUT_TOKENS and min(offsets.values()) > 2**31
     assert offsets["swiglu._forward_kernel"] == 2**20 * 2 * 29568 - 1
-    assert offsets["delta_rule_scans.scan_kernel"] == 2**20 // 64 * 64 * 128 * 128 - 1
+    assert offsets["delta_rule_forward.scan_kernel"] == 2**20 // 64 * 64 * 128 * 128 - 1
 
 
 @pytest.mark.full
@@ -116,24 +117,6 @@ def test_kernels_have_room_on_every_gpu(capability: int) -> None:
     assert {name: size for name, size in shared.items() if size > SHARED_MEMORY[capability]} == {}
 
 
-@pytest.mark.parametrize(("is_large", "stages"), [(True, 3), (False, 2)])
-def test_scans_load_less_ahead_where_shared_memory_is_small(monkeypatch, is_large: bool, stages: int) -> None:
-    """Three stages take 105 KiB; RTX 3090, 4090, 5090, A10, L4 and L40S have 99."""
-    monkeypatch.setattr(delta_rule_chunks, "has_large_shared_memory", lambda device: is_large)
-    value = torch.zeros(4, 32, 128)
-    options = delta_rule_chunks.choose_scan_options(value)
-    assert options["STAGES"] == stages
-
-
-def test_kernel_has_the_coefficients_of_every_activation() -> None:
-    x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
-    assert SIGMOID_COEFFICIENTS.keys() == ACTIVATIONS.keys()
-    for name, (linear, cubic) in SIGMOID_COEFFICIENTS.items():
-        torch.testing.assert_close(
-            x * torch.sigmoid(linear * x + cubic * x**3), ACTIVATIONS[name](x), msg=name
-        )
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_on_a_gpu() -> None:
     errors = errors_of("--gpu")
@@ -144,22 +127,26 @@ def test_kernels_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "recomputes"),
+    ("family", "sample", "recomputes"),
     [
-        pytest.param("qwen2_vl", False, marks=pytest.mark.full),
-        ("qwen2_5_vl", False),
-        ("qwen3_vl_moe", False),
-        pytest.param("qwen3_vl_moe", True, marks=pytest.mark.full),
-        ("qwen3_5", True),
+        pytest.param("qwen2_vl", SMALL_IMAGE, False, marks=pytest.mark.full),
+        ("qwen2_5_vl", ("image", 80), False),
+        ("qwen3_vl_moe", SMALL_IMAGE, False),
+        pytest.param("qwen3_vl_moe", SMALL_IMAGE, True, marks=pytest.mark.full),
+        ("qwen3_5", SMALL_IMAGE, True),
     ],
 )
-def test_fused_layers_train_as_plain_ones(tiny_checkpoint, family: str, recomputes: bool) -> None:
-    """Two steps in fp32: norms of both kinds and zero-centred ones, all activations of towers, DeepStack,
-    experts, linear attention; one step with recompute."""
+def test_fused_layers_train_as_plain_ones(
+    tiny_checkpoint, family: str, sample: Any, recomputes: bool
+) -> None:
+    """Two steps in fp32: norms of both kinds and zero-centred ones, all activations of towers, attention with
+    and without windows, DeepStack, experts, linear attention; one step with recompute."""
     hf = str(tiny_checkpoint(family, **TWO_LAYERS))
-    variables = {"environment": {"TRITON_INTERPRET": "1"}, "hf": hf, "recomputes": recomputes}
-    results = call(steps_with_fused_layers, **variables)
+    kind, seq_len = sample
+    variables = {"hf": hf, "sample_kind": kind, "seq_len": seq_len, "recomputes": recomputes}
+    results = call(steps_with_fused_layers, environment={"TRITON_INTERPRET": "1"}, **variables)
     assert results["fused"] == pytest.approx(results["plain"], rel=1e-5)
     for name in ["recomputed", "recomputed activations"] * recomputes:
         assert results[name] == results["fused"][:2]
-    assert set(results["calls of norms"]) == {0, 1} and results["calls of activations"]
+    assert set(results["sums in norms"]) == {False, True}
+    assert results["calls"].keys() == {"biased_activation", "attention_forward"}

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from megatron_vl.core_fixes.bias_gradients import use_column_sums
-from megatron_vl.kernels.attention import tower_tiles
+from megatron_vl.core_fixes.wgrad_fusion import use_column_sums
+from megatron_vl.kernels.attention import tower_forward
 from megatron_vl.kernels.attention.tower_attention import tower_attention
-from megatron_vl.kernels.attention.tower_forward import attention_forward, pack_with_rope
-from megatron_vl.kernels.attention.tower_tiles import DEFAULT_TILES, AttentionTiles, KernelTile
+from megatron_vl.kernels.attention.tower_forward import (
+    DEFAULT_TILES,
+    AttentionTiles,
+    KernelTile,
+    attention_forward,
+    pack_with_rope,
+)
 from megatron_vl.kernels.attention.window_attention import window_attention
 from megatron_vl.kernels.experts.grouped_gemm import (
     ROW_TILE_CONFIG,
@@ -38,13 +44,12 @@ from megatron_vl.kernels.experts.grouped_gemm import (
     weight_product,
 )
 from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
-from megatron_vl.kernels.layers import biased_sum as sum_kernels
+from megatron_vl.kernels.layers import biased_layers as sum_kernels
 from megatron_vl.kernels.layers import residual_norm as norm_kernels
-from megatron_vl.kernels.layers.biased_activation import biased_activation
-from megatron_vl.kernels.layers.biased_sum import biased_sum, column_sums
+from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum, column_sums
 from megatron_vl.kernels.layers.residual_norm import residual_norm
 from megatron_vl.kernels.layers.swiglu import swiglu
-from megatron_vl.kernels.optimizer import adam, master_halves, master_halves_triton
+from megatron_vl.kernels.optimizer import adam, adam_triton, master_halves
 from megatron_vl.models.fused_layers import ACTIVATIONS
 
 
@@ -141,15 +146,7 @@ def attention_error(
     return worst(ours, windows(qkv.float(), angles, bounds, heads), [qkv])
 
 
-def tower_error(
-    lengths: list[int],
-    heads: int,
-    head_dim: int,
-    device: str = "cpu",
-    tiles: AttentionTiles = SMALL,
-    spread: float = 1.0,
-) -> float:
-    return attention_error(lengths, heads, head_dim, device, tiles, spread)
+tower_error = partial(attention_error, tiles=SMALL)
 
 
 @contextmanager
@@ -167,18 +164,14 @@ def unaligned_error(device: str = "cpu", tiles: AttentionTiles = SMALL) -> float
     """The number of patches is not a multiple of 4, but rows of statistics are; memory after the last patch
     must not be written."""
     with poisoned_memory():
-        errors = [tower_error([7, rest], 2, 72, device, tiles) for rest in (30, 31, 32)]
+        errors = [attention_error([7, rest], 2, 72, device, tiles) for rest in (30, 31, 32)]
     # Not Python's max, which passes over NaN.
     return float(torch.tensor(errors).max())
 
 
 def many_segments_error() -> float:
-    before = tower_tiles.SEARCH_BLOCK
-    tower_tiles.SEARCH_BLOCK = tl.constexpr(4)
-    try:
+    with patch.object(tower_forward, "SEARCH_BLOCK", tl.constexpr(4)):
         return tower_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
-    finally:
-        tower_tiles.SEARCH_BLOCK = before
 
 
 def on_gpu() -> dict[str, float]:
@@ -186,7 +179,7 @@ def on_gpu() -> dict[str, float]:
     between two outputs."""
     lengths = [129, 1, 0, 700, 64, 1000]
     errors = {
-        f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", DEFAULT_TILES)
+        f"tower, {d} a head": attention_error(lengths, 4, d, "cuda", DEFAULT_TILES)
         for d in (16, 40, 64, 72, 80, 96, 128)
     }
     errors |= {
@@ -450,7 +443,7 @@ def experts_error(
 
 def adapters_error(counts: list[int], features_in: int, features_out: int, rank: int, **kind: Any) -> float:
     """Largest error of the adapters of experts: output, and gradients of the input and both factors."""
-    from megatron_vl.models.moe.lora import GroupedAdapter
+    from megatron_vl.models.moe.experts import GroupedAdapter
 
     x, output, output_grad = (
         torch.randn(sum(counts), features, **kind) for features in (features_in, features_out, features_out)
@@ -534,7 +527,7 @@ def halves_error(count: int, device: str = "cpu") -> float:
     with_torch = partial(
         made, "cpu", *(torch_only(f) for f in (master_halves.split_master, master_halves.join_master))
     )
-    ours = made(device, master_halves_triton.split_master, master_halves_triton.join_master)
+    ours = made(device, adam_triton.split_master, adam_triton.join_master)
     assert torch.equal(ours[3], bits)
     return float(sum((a != b).sum() for a, b in zip(ours, with_torch(), strict=True)))
 
@@ -596,12 +589,8 @@ def torch_only(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` without its kernel, also in Triton's interpreter."""
 
     def run(*arguments: Any) -> Any:
-        interprets = os.environ.pop("TRITON_INTERPRET", None)
-        try:
+        with patch.dict(os.environ, TRITON_INTERPRET="0"):
             return function(*arguments)
-        finally:
-            if interprets is not None:
-                os.environ["TRITON_INTERPRET"] = interprets
 
     return run
 

@@ -45,22 +45,17 @@ def check_layout(case: ParityCase) -> None:
     """Compares the step of a layout with the reference. A body of ranks."""
     [found] = run_case(case, join())["steps"]
     assert found["ok"], found
-    assert len(found["outputs"]) == 3 and 0 < min(found["outputs"].values())
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("family", "ranks", "fields", "trains"),
     [
-        pytest.param(DENSE, 1, {}, "all", marks=pytest.mark.full),
-        pytest.param(EXPERTS, 1, {}, "all", marks=pytest.mark.full),
         (DENSE, 2, {"tp": 2}, "all"),
         (EXPERTS, 2, SP | {"ep": 2}, "all"),
-        (EXPERTS, 2, SP | {"etp": 2}, "head"),
-        (DENSE, 2, {"pp": 2}, "head"),
+        pytest.param(EXPERTS, 2, SP | {"etp": 2}, "head", marks=pytest.mark.full),
         (DENSE + " tied", 2, {"pp": 2} | FULL, "all"),
         (EXPERTS, 2, {"pp": 2, "vpp": 2}, "all"),
-        (DENSE, 2, {"cp": 2}, "all"),
         (DENSE, 2, {"decoupled": True, "overlap": True}, "all"),
         (DENSE, 4, SP | {"cp": 2} | FULL, "all"),
         pytest.param(EXPERTS, 4, {"cp": 2, "pp": 2, "ep": 2}, "all", marks=pytest.mark.full),
@@ -73,14 +68,16 @@ def check_layout(case: ParityCase) -> None:
     ],
 )
 def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, Any], trains: str) -> None:
-    """Loss of each token, hidden states (1e-5), targets, top-1 and the gradient of every tensor (1e-4)."""
+    """Both losses (1e-5), targets, top-1 and the gradient of every tensor (1e-4)."""
     hf, reference = str(folder_of(family)), reference_of(family, trains)
     shared = {"seq_len": SEQ_LEN, "optimizer": False, "reference": reference}
     case = ParityCase("", hf, "", [KINDS], mtp={"loss": FACTOR, "trains": trains}, **shared, **fields)
     call(check_layout, ranks, case=case)
 
 
-@pytest.mark.parametrize(("family", "layout"), [(DENSE + " tied", SP), (EXPERTS, {"ep": 2})])
+@pytest.mark.parametrize(
+    ("family", "layout"), [(DENSE + " tied", SP), pytest.param(EXPERTS, {"ep": 2}, marks=pytest.mark.full)]
+)
 @in_ranks(2)
 def test_head_gives_the_model_no_gradient(family: str, layout: dict[str, Any]) -> None:
     """Those of trunk, embedding and output layer are the same to the bit with and without the layer."""

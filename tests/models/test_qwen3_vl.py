@@ -69,7 +69,6 @@ def test_fewer_layers_keep_the_deepstack_layers_that_fit(tiny_checkpoint) -> Non
     ("part", "change", "message"),
     [
         ("vision_config", {"deepstack_visual_indexes": [1, 4]}, "must ascend and be below 4"),
-        ("vision_config", {"deepstack_visual_indexes": [3, 1]}, "ascend"),
         ("vision_config", {"num_position_embeddings": 35}, "not the square"),
         ("vision_config", {"hidden_act": "tanh"}, "vision hidden_act 'tanh' is not supported"),
         (

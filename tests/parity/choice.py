@@ -1,6 +1,6 @@
 """Chooses the cases that ``make test`` runs: cheap ones that together have every setting, a training in every
-way to divide a step's work, every family with TP, PP and CP, and YaRN with these and EP. ``make test-full``
-runs the whole table."""
+way to divide a step's work, each family in the ways that meet its own code, and YaRN with TP, PP, CP and EP.
+``make test-full`` runs the whole table."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import Any
 
 WAYS = ("tp", "pp", "vpp", "cp", "ep", "etp", "overlap", "decoupled", "distributed_optimizer")
 """Fields that say how a step's work is divided or overlapped."""
+FAMILY_WAYS = {
+    "qwen2_5_vl": {"tp", "pp", "cp"},
+    "qwen3_vl": {"tp", "pp", "cp"},
+    "qwen3_vl_moe": {"pp"},
+    "qwen3_5": {"pp", "cp"},
+    "qwen3_5_moe": {"tp", "cp"},
+}
+"""The ways that meet code which no other family's case with that way runs."""
 TEXT_ONLY = {"text", "short_text", "without_loss"}
 """Samples without images and videos."""
 
@@ -59,9 +67,9 @@ def demands(case: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "train", "the tower skipped by every rank"  # no gradient comes for its buckets
     if needed == "cp" and any("without_loss" in row for step in case["steps"] for row in step):
         yield "cp", "rows without loss"
-    for ranks in {"tp", "pp", "cp"} & {*ways}:
+    for ranks in FAMILY_WAYS.get(case.get("family", ""), set()) & {*ways}:
         if needed in (None, ranks):
-            yield case.get("family", ""), ranks
+            yield case["family"], ranks
     for ranks in {"tp", "pp", "cp", "ep"} & {*ways} if case.get("yarn") else ():
         yield "yarn", ranks
 

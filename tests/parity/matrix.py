@@ -68,16 +68,8 @@ class Entry:
 Features = dict[str, Callable[[Entry], bool]]
 
 
-def has_sample(*kinds: str) -> Callable[[Entry], bool]:
-    return lambda entry: any(("sample", kind) in entry.settings for kind in kinds)
-
-
-def has_rows(value: str) -> Callable[[Entry], bool]:
-    return lambda entry: ("rows", value) in entry.settings
-
-
-def has_layers(value: str) -> Callable[[Entry], bool]:
-    return lambda entry: ("layers", value) in entry.settings
+def has(setting: str, *values: str) -> Callable[[Entry], bool]:
+    return lambda entry: any((setting, value) in entry.settings for value in values)
 
 
 LAYOUTS: Features = {
@@ -86,8 +78,8 @@ LAYOUTS: Features = {
     "Sequence parallel": lambda entry: entry.value("sequence_parallel", False),
     "Pipeline parallel (PP)": lambda entry: entry.value("pp") > 1 and entry.value("vpp") == 1,
     "Interleaved pipeline (VPP)": lambda entry: entry.value("vpp") > 1,
-    "Uneven split of the decoder layers": has_layers("uneven"),
-    "A stage or chunk without decoder layers": has_layers("an empty stage or chunk"),
+    "Uneven split of the decoder layers": has("layers", "uneven"),
+    "A stage or chunk without decoder layers": has("layers", "an empty stage or chunk"),
     "Data parallel (DP), distributed optimizer": lambda entry: (
         entry.data_parallel > 1 and entry.value("distributed_optimizer", True)
     ),
@@ -107,13 +99,13 @@ LAYOUTS: Features = {
 }
 
 ROWS: Features = {
-    "Text alone": has_sample("text", "short_text"),
-    "One image": has_sample("image", "image_between"),
-    "Several images": has_sample("two_images", "mixed", "video_between"),
-    "Video": has_sample("video", "video_between", "mixed"),
-    "Several samples packed into a row": has_rows("packed"),
-    "Rows with images beside rows without": has_rows("with and without images"),
-    "Samples without loss tokens": has_sample("without_loss"),
+    "Text alone": has("sample", "text", "short_text"),
+    "One image": has("sample", "image", "image_between"),
+    "Several images": has("sample", "two_images", "mixed", "video_between"),
+    "Video": has("sample", "video", "video_between", "mixed"),
+    "Several samples packed into a row": has("rows", "packed"),
+    "Rows with images beside rows without": has("rows", "with and without images"),
+    "Samples without loss tokens": has("sample", "without_loss"),
 }
 
 TRAINING: Features = {

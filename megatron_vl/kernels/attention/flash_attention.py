@@ -137,8 +137,7 @@ def largest_gradient_error(heads_per_group: int, head_dim: int, gathers_keys: bo
     relative_errors = []
     references = (expected_output, *expected_gradients)
     for result, reference in zip((attention_output, *gradients), references, strict=True):
-        error = result.float().transpose(0, 1) - reference
-        relative_errors.append(error.norm() / reference.norm())
+        relative_errors.append((result.float().transpose(0, 1) - reference).norm() / reference.norm())
     # Not Python's max, which passes over NaN.
     return float(torch.stack(relative_errors).detach().max())
 

@@ -1,27 +1,206 @@
-"""The forward kernels of tower attention: packing with RoPE, and online softmax.
+"""The forward kernels of tower attention: packing with RoPE, and online softmax; and what both passes share.
 
 :mod:`megatron_vl.kernels.attention.tower_attention` says how they work.
 """
 
 from __future__ import annotations
 
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_vl.kernels.attention.tower_tiles import (
-    KernelTile,
-    accumulate_over_rows,
-    dot_over_head_dim,
-    find_segment,
-    launch_kernel,
-    load_rows,
-    make_part_descriptors,
-    store_rows,
-    tile_indices,
-    zero_parts,
-)
+SEARCH_BLOCK = tl.constexpr(128)
+"""Number of segment bounds that a program compares at a time to find its own segment."""
+
+
+@dataclass(frozen=True)
+class KernelTile:
+    """How a kernel divides its work."""
+
+    own_rows: int
+    step_rows: int
+    """Number of rows of the other operand that a program processes at a time."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """The tiles of the three kernels. The defaults are the fastest measured on H100 and H200 for heads of 72
+    (benchmarks/log/speed.md)."""
+
+    forward_tile: KernelTile = KernelTile(128, 64, 8, 3)
+    query_tile: KernelTile = KernelTile(64, 32, 4, 3)
+    key_tile: KernelTile = KernelTile(64, 32, 4, 3)
+
+
+DEFAULT_TILES = AttentionTiles()
+
+
+@triton.jit
+def find_segment(cu_seqlens, segments, OWN: tl.constexpr):
+    """(start and end of this program's segment, the program's first row). The row may lie after the end."""
+    tile_index = tl.program_id(0)
+    segments_before = 0
+    for search_start in range(0, segments, SEARCH_BLOCK):
+        bound_index = search_start + tl.arange(0, SEARCH_BLOCK)
+        first_tile = (
+            tl.load(cu_seqlens + bound_index, mask=bound_index < segments, other=0x7FFF0000) // OWN
+            + bound_index
+        )
+        segments_before += tl.sum((first_tile <= tile_index).to(tl.int32))
+    segment = segments_before - 1
+    start, end = tl.load(cu_seqlens + segment), tl.load(cu_seqlens + segments_before)
+    return start, end, start + (tile_index - start // OWN - segment) * OWN
+
+
+@triton.jit
+def load_rows(
+    part_descriptors, plane_index, first_row, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr
+):
+    """Loads both parts of ROWS rows of a plane. Columns beyond the head size are zero.
+
+    If a head has only one part, the second result equals the first.
+    """
+    first_part = part_descriptors[0].load([plane_index, first_row, 0]).reshape(ROWS, D1)
+    second_part = first_part
+    if D2 > 0:
+        second_part = part_descriptors[1].load([plane_index, first_row, D1]).reshape(ROWS, D2)
+    return first_part, second_part
+
+
+@triton.jit
+def dot_over_head_dim(left_parts, right_parts, D2: tl.constexpr):
+    """The product a @ b^T over the head dimension, [A, B]."""
+    scores = tl.dot(left_parts[0], tl.trans(right_parts[0]))
+    if D2 > 0:
+        scores = tl.dot(left_parts[1], tl.trans(right_parts[1]), scores)
+    return scores
+
+
+@triton.jit
+def accumulate_over_rows(weights, row_parts, part_sums, D2: tl.constexpr):
+    """Adds ``p @ x``, [A, d], to ``part_sums``, its two parts."""
+    first_sum = tl.dot(weights, row_parts[0], part_sums[0])
+    second_sum = part_sums[1]
+    if D2 > 0:
+        second_sum = tl.dot(weights, row_parts[1], second_sum)
+    return first_sum, second_sum
+
+
+@triton.jit
+def zero_parts(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+    return tl.zeros([ROWS, D1], tl.float32), tl.zeros([ROWS, D2 if D2 > 0 else 16], tl.float32)
+
+
+@triton.jit
+def tile_indices(
+    first_row, end_row, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
+):
+    """(rows [ROWS, 1] from ``first_row``, columns [1, WIDTH] from LOW, mask of those before ``end_row`` and
+    D)"""
+    row = (first_row + tl.arange(0, ROWS))[:, None]
+    column_index = (LOW + tl.arange(0, WIDTH))[None, :]
+    return row, column_index, (row < end_row) & (column_index < D)
+
+
+@triton.jit
+def _store_part(
+    base_pointer, row_stride, first_row, end_row, part_values, LOW: tl.constexpr, D: tl.constexpr
+):
+    row, column_index, store_mask = tile_indices(
+        first_row, end_row, part_values.shape[0], LOW, part_values.shape[1], D
+    )
+    tl.store(base_pointer + row * row_stride + column_index, part_values, mask=store_mask)
+
+
+@triton.jit
+def store_rows(
+    base_pointer,
+    row_stride,
+    first_row,
+    end_row,
+    value_parts,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+):
+    _store_part(base_pointer, row_stride, first_row, end_row, value_parts[0], 0, D)
+    if D2 > 0:
+        _store_part(base_pointer, row_stride, first_row, end_row, value_parts[1], D1, D)
+
+
+def _part_widths(head_dim: int) -> tuple[int, int]:
+    """The widths of both parts of a head; the second may be 0."""
+    first_width = 1 << (head_dim.bit_length() - 1)
+    return first_width, max(
+        16, triton.next_power_of_2(head_dim - first_width)
+    ) if head_dim > first_width else 0
+
+
+def make_part_descriptors(planes: Tensor, tile_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of [planes, P, d] for both parts, in tiles of ``tile_rows`` rows."""
+    shape, plane_strides = list(planes.shape), list(planes.stride())
+    first_descriptor, second_descriptor = (
+        TensorDescriptor(planes, shape, plane_strides, [1, tile_rows, width or 16])
+        for width in _part_widths(planes.shape[2])
+    )
+    return first_descriptor, second_descriptor
+
+
+_THREAD_STATE = threading.local()
+
+
+def _make_context_current(device: torch.device) -> None:
+    """Makes CUDA's context current in this thread, as the first torch kernel does.
+
+    Triton 3.6 makes descriptors on the host before it looks for a context. In a thread that has not used CUDA
+    yet, it finds none (``invalid device context``) if another thread has loaded the kernel. Autograd's
+    threads on device 0 start in this state.
+    """
+    if not getattr(_THREAD_STATE, "current", False):
+        torch.zeros(1, device=device)
+        _THREAD_STATE.current = True
+
+
+def launch_kernel(
+    kernel: Any,
+    tile: KernelTile,
+    packed_qkv: Tensor,
+    descriptors: tuple[TensorDescriptor, ...],
+    tensors: tuple[Tensor, ...],
+    *extra_scalars: float,
+) -> None:
+    """Launches a kernel. The last of ``tensors`` is cu_seqlens."""
+    _, num_heads, num_patches, head_dim = packed_qkv.shape
+    _make_context_current(packed_qkv.device)
+    num_segments = tensors[-1].numel() - 1
+    first_width, second_width = _part_widths(head_dim)
+
+    kernel[(num_patches // tile.own_rows + num_segments, num_heads)](
+        *descriptors,
+        *tensors,
+        num_segments,
+        head_dim**-0.5 * math.log2(math.e),
+        *extra_scalars,
+        OWN=tile.own_rows,
+        STEP=tile.step_rows,
+        D=head_dim,
+        D1=first_width,
+        D2=second_width,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+# --- The forward pass ---------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["patches"])

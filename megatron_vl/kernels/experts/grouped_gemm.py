@@ -126,7 +126,6 @@ def _store_grad_tile(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Writes or adds a tile of an expert's gradient."""
     m, n = first_row + tl.arange(0, HEIGHT), first_column + tl.arange(0, WIDTH)
     tile_pointers = grad_pointer + m[:, None] * IN + n[None, :]
     tl.multiple_of(tile_pointers, [16, 16])
@@ -228,16 +227,14 @@ def plan_tiles(rows_per_expert: Tensor, num_rows: int) -> TilePlan:
     max_tiles = num_rows // TILE_ROWS + min(num_experts, num_rows)
     expert_starts = rows_per_expert.new_empty(num_experts + 1, dtype=torch.int32)
     tile_table = rows_per_expert.new_empty(3, max_tiles, dtype=torch.int32)
-    launch_grid = (max(1, triton.cdiv(max_tiles, _PLAN_BLOCK_TILES)),)
-    padded_experts = triton.next_power_of_2(num_experts)
-    _plan_tiles_kernel[launch_grid](
+    _plan_tiles_kernel[(max(1, triton.cdiv(max_tiles, _PLAN_BLOCK_TILES)),)](
         rows_per_expert,
         expert_starts,
         tile_table,
         num_experts,
         max_tiles,
         ROWS=TILE_ROWS,
-        EXPERTS=padded_experts,
+        EXPERTS=triton.next_power_of_2(num_experts),
         BLOCK=_PLAN_BLOCK_TILES,
     )
     return TilePlan(expert_starts, tile_table)

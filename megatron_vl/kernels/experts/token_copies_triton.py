@@ -96,13 +96,11 @@ def _copy_parts_kernel(
 
 
 def _grid_and_sizes(row_ids: Tensor, row_width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid and the constants of a kernel over rows."""
     block_columns = min(triton.next_power_of_2(row_width), _MAX_COLUMNS)
-    num_slots = max(_MIN_SLOTS, triton.next_power_of_2(row_ids.shape[1]))
     sizes = {
         "WIDTH": row_width,
         "COPIES": row_ids.shape[1],
-        "SLOTS": num_slots,
+        "SLOTS": max(_MIN_SLOTS, triton.next_power_of_2(row_ids.shape[1])),
         "BLOCK": block_columns,
         "num_warps": 1,
     }
@@ -135,8 +133,7 @@ def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     width = x.shape[1] // row_ids.shape[1]
     scattered_parts = x.new_empty(num_rows, width)
     if x.numel() and num_rows:
-        grid = (triton.cdiv(x.numel(), _BLOCK_ELEMENTS),)
-        _copy_parts_kernel[grid](
+        _copy_parts_kernel[(triton.cdiv(x.numel(), _BLOCK_ELEMENTS),)](
             x, row_ids, scattered_parts, x.numel(), WIDTH=width, PACK=True, BLOCK=_BLOCK_ELEMENTS
         )
     return scattered_parts
@@ -148,8 +145,7 @@ def gather_parts(y: Tensor, row_ids: Tensor) -> Tensor:
         row_ids.shape[0], row_ids.shape[1] * y.shape[1], dtype=y.dtype, device=y.device
     )
     if gathered_parts.numel():
-        grid = (triton.cdiv(gathered_parts.numel(), _BLOCK_ELEMENTS),)
-        _copy_parts_kernel[grid](
+        _copy_parts_kernel[(triton.cdiv(gathered_parts.numel(), _BLOCK_ELEMENTS),)](
             gathered_parts,
             row_ids,
             y,

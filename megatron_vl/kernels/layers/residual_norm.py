@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.layers.biased_sum import add_programs, column_sums
+from megatron_vl.kernels.layers.biased_layers import add_programs, column_sums
 
 FORWARD_COLUMNS_PER_WARP = 512
 BACKWARD_COLUMNS_PER_WARP = 256

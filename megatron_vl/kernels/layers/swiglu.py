@@ -103,9 +103,8 @@ def swiglu_forward(x: Tensor, row_weights: Tensor | None) -> Tensor:
     """:func:`swiglu` of contiguous x [rows, 2 * F] and row_weights [rows], without autograd."""
     activated = x.new_empty(x.shape[0], x.shape[1] // 2)
     if activated.numel():
-        _forward_kernel[_launch_grid(activated, row_weights)](
-            x, row_weights, activated, activated.shape[1], **_launch_options(activated, row_weights)
-        )
+        grid, options = _grid_and_options(activated, row_weights is not None)
+        _forward_kernel[grid](x, row_weights, activated, activated.shape[1], **options)
     return activated
 
 
@@ -122,7 +121,8 @@ def swiglu_backward(
     row_weight_grads = torch.empty_like(row_weights) if row_weights is not None else None
     output = torch.empty_like(output_grad) if with_output else None
     if output_grad.numel():
-        _backward_kernel[_launch_grid(output_grad, row_weights)](
+        grid, options = _grid_and_options(output_grad, row_weights is not None)
+        _backward_kernel[grid](
             x,
             row_weights,
             output_grad,
@@ -131,27 +131,22 @@ def swiglu_backward(
             output,
             output_grad.shape[1],
             OUTPUT=with_output,
-            **_launch_options(output_grad, row_weights),
+            **options,
         )
     return x_grad, row_weight_grads, output
 
 
-def _block_columns(output_like: Tensor, row_weights: Tensor | None) -> int:
-    padded_width = triton.next_power_of_2(output_like.shape[1])
-    return padded_width if row_weights is not None else min(padded_width, 2048)
-
-
-def _launch_grid(output_like: Tensor, row_weights: Tensor | None) -> tuple[int, int]:
-    return output_like.shape[0], triton.cdiv(output_like.shape[1], _block_columns(output_like, row_weights))
-
-
-def _launch_options(output_like: Tensor, row_weights: Tensor | None) -> dict[str, int | bool]:
-    block_columns = _block_columns(output_like, row_weights)
-    return {
-        "WEIGHTED": row_weights is not None,
+def _grid_and_options(output_like: Tensor, is_weighted: bool) -> tuple[tuple[int, int], dict[str, int]]:
+    num_rows, width = output_like.shape
+    block_columns = triton.next_power_of_2(width)
+    if not is_weighted:
+        block_columns = min(block_columns, 2048)
+    options = {
+        "WEIGHTED": is_weighted,
         "BLOCK": block_columns,
         "num_warps": 4 if block_columns <= 2048 else 8,
     }
+    return (num_rows, triton.cdiv(width, block_columns)), options
 
 
 def swiglu(x: Tensor, row_weights: Tensor | None = None) -> Tensor:

@@ -250,7 +250,6 @@ class _CausalConv(torch.autograd.Function):
 
 
 def is_supported(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels support this convolution of x [S, C] with a weight [C, W]."""
     return weight.shape[1] == _CONV_WIDTH and x.shape[0] > 0
 
 

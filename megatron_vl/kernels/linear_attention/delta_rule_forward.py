@@ -1,4 +1,4 @@
-"""The forward pass of the gated delta rule: triangular systems, states, outputs.
+"""The forward pass of the gated delta rule: triangular systems, states, outputs; and what both passes share.
 
 :mod:`megatron_vl.kernels.linear_attention.gated_delta_rule_triton` defines the quantities.
 """
@@ -12,22 +12,291 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.linear_attention.delta_rule_chunks import (
-    BASE_BLOCK,
-    CHUNK_TOKENS,
-    choose_scan_options,
-    compute_border_factors,
-    compute_inverse_length,
-    find_visible_pairs,
-    invert_unit_lower,
-    load_beta,
-    load_segment_ids,
-    load_tile,
-    read_kernel_sizes,
-    sum_log_decay,
-)
-from megatron_vl.kernels.linear_attention.delta_rule_scans import scan_kernel
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
+from megatron_vl.kernels.sizes import DELTA_CHUNK as CHUNK_TOKENS
+from megatron_vl.kernels.where_kernels_run import has_large_shared_memory
+
+BASE_BLOCK = 16
+"""Size of the diagonal blocks that are inverted row by row."""
+SCAN_COLUMNS = 64
+"""Number of the state's V columns that one program of a scan keeps."""
+
+
+@triton.jit
+def load_tile(base_pointer, chunk, token_stride, head, length, C: tl.constexpr, D: tl.constexpr):
+    """Loads [C, D] of a tensor [S, heads, D] whose tokens are ``token_stride`` apart; zero after the row."""
+    token = chunk * C + tl.arange(0, C)
+    pointers = base_pointer + token[:, None] * token_stride + head * D + tl.arange(0, D)[None, :]
+    return tl.load(pointers, mask=(token < length)[:, None], other=0.0)
+
+
+@triton.jit
+def compute_inverse_length(x):
+    x_fp32 = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x_fp32 * x_fp32, 1) + 1e-6)
+
+
+@triton.jit
+def load_segment_ids(segments, chunk, length, C: tl.constexpr, INITIAL: tl.constexpr):
+    """The sequence numbers of a chunk's tokens [C], and of the token before the chunk (-1: there is none).
+
+    With INITIAL, the token before the row belongs to the row's first sequence.
+
+    Tokens after the row belong to its last sequence.
+    """
+    token = chunk * C + tl.arange(0, C)
+    segment = tl.load(segments + tl.minimum(token, length - 1))
+    previous_segment = tl.load(segments + tl.maximum(chunk * C - 1, 0))
+    if INITIAL:
+        return segment, previous_segment
+    return segment, tl.where(chunk > 0, previous_segment, -1)
+
+
+@triton.jit
+def find_visible_pairs(segment_ids, C: tl.constexpr):
+    """Whether token i (row) sees token j (column)."""
+    i = tl.arange(0, C)
+    return (segment_ids[:, None] == segment_ids[None, :]) & (i[:, None] >= i[None, :])
+
+
+@triton.jit
+def find_visible_pairs_transposed(segment_ids, C: tl.constexpr):
+    """Whether token j (row) is seen by token i (column)."""
+    i = tl.arange(0, C)
+    return (segment_ids[:, None] == segment_ids[None, :]) & (i[:, None] <= i[None, :])
+
+
+@triton.jit
+def sum_log_decay(log_decay, visible_pairs, chunk, head, length, heads, C: tl.constexpr):
+    """c [C]. It is summed within each sequence, so that other sequences do not change its rounding."""
+    token = chunk * C + tl.arange(0, C)
+    token_decay = tl.load(log_decay + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
+    return tl.sum(tl.where(visible_pairs, token_decay[None, :], 0.0), 1)
+
+
+@triton.jit
+def compute_border_factors(cumulative_decay, segment_ids, previous_segment, C: tl.constexpr):
+    """read [C], write [C], and the factor by which the chunk multiplies the state."""
+    i = tl.arange(0, C)
+    last_segment = tl.sum(tl.where(i == C - 1, segment_ids, 0), 0)
+    end = tl.sum(tl.where(i == C - 1, cumulative_decay, 0.0), 0)
+    read_decay = tl.where(segment_ids == previous_segment, tl.exp(cumulative_decay), 0.0)
+    write_decay = tl.exp(tl.where(segment_ids == last_segment, end - cumulative_decay, float("-inf")))
+    return read_decay, write_decay, tl.where(last_segment == previous_segment, tl.exp(end), 0.0)
+
+
+@triton.jit
+def load_beta(beta, chunk, head, length, heads, C: tl.constexpr):
+    token = chunk * C + tl.arange(0, C)
+    return tl.load(beta + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _join_inverse_blocks(x, a, C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverses of diagonal blocks of size 2 WIDTH, from those of size WIDTH."""
+    i = tl.arange(0, C)
+    pair_index, half_index = i // (2 * WIDTH), i // WIDTH
+    is_off_diagonal = (pair_index[:, None] == pair_index[None, :]) & (
+        half_index[:, None] != half_index[None, :]
+    )
+    left_product = tl.dot(x, tl.where(is_off_diagonal, a, 0.0), input_precision=PRECISION)
+    return x - tl.dot(left_product, x, input_precision=PRECISION)
+
+
+@triton.jit
+def invert_unit_lower(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + a)^-1 for a strictly lower triangular a [C, C], where C is 4 BASE.
+
+    Diagonal blocks are inverted row by row, and larger blocks are joined from them. The product (1 - a)
+    (1 + a^2) (1 + a^4) ... would be shorter, but its terms cancel if keys are alike.
+    """
+    B: tl.constexpr = C // BASE
+    block_index, row_index = tl.arange(0, B), tl.arange(0, BASE)
+    is_diagonal = block_index[:, None, None, None] == block_index[None, None, :, None]
+    diagonal_blocks = tl.sum(tl.where(is_diagonal, tl.reshape(a, (B, BASE, B, BASE)), 0.0), 2)
+    x = tl.where(
+        row_index[None, :, None] == row_index[None, None, :], 1.0, tl.zeros((B, BASE, BASE), tl.float32)
+    )
+    for i in tl.static_range(1, BASE):
+        row_values = tl.sum(tl.where(row_index[None, :, None] == i, diagonal_blocks, 0.0), 1)
+        row_update = tl.sum(row_values[:, :, None] * x, 1)
+        x = tl.where(row_index[None, :, None] == i, x - row_update[:, None, :], x)
+
+    x = tl.broadcast_to(x[:, :, None, :], (B, BASE, B, BASE))
+    x = tl.reshape(tl.where(is_diagonal, x, 0.0), (C, C))
+    x = _join_inverse_blocks(x, a, C, BASE, PRECISION)
+    return _join_inverse_blocks(x, a, C, 2 * BASE, PRECISION)
+
+
+def read_kernel_sizes(q: Tensor, v: Tensor) -> dict[str, int | str]:
+    """The sizes of a launch. All ranks have the same, so that they compute the same bits."""
+    heads = v.shape[1]
+    return {
+        "heads": heads,
+        "repeats": heads // q.shape[1],
+        "K": q.shape[2],
+        "V": v.shape[2],
+        "C": CHUNK_TOKENS,
+        # Of products of float32 operands: those that invert the triangular system.
+        "PRECISION": "tf32",
+    }
+
+
+def choose_scan_options(v: Tensor) -> dict[str, int]:
+    # With more heads, two programs share a multiprocessor, and a third stage would leave too little memory.
+    # It takes 105 KiB of shared memory.
+    has_room = v.shape[1] <= 32 and has_large_shared_memory(v.device)
+    return {"COLUMNS": min(SCAN_COLUMNS, v.shape[2]), "STAGES": 3 if has_room else 2, "num_warps": 4}
+
+
+# --- States, from chunk to chunk ----------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["length", "chunks", "map_start"])
+def scan_kernel(
+    k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer, transition,
+    length, map_start, chunks, k_stride, heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, INITIAL: tl.constexpr, MAP: tl.constexpr,
+):  # fmt: skip
+    """Stores the state before each chunk, and d, for one value head and COLUMNS columns of its state.
+
+    The state is kept as [V, K], so that products take it from registers.
+
+    With MAP, it stores what the chunks from ``map_start`` on make of a zero state (``final_pointer``, V
+    columns) and of the unit matrix (``transition``, K more columns, which have no values).
+    """
+    column_block, head = tl.program_id(0), tl.program_id(1)
+    input_dtype: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), column_block * COLUMNS + tl.arange(0, COLUMNS)
+    has_values = n < V
+    state = tl.zeros((COLUMNS, K), tl.float32)
+    first_chunk = 0
+    if MAP:
+        state = tl.where((n - V)[:, None] == j[None, :], 1.0, state)
+        first_chunk = map_start
+    if INITIAL:
+        state += tl.load(initial + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None])
+    for chunk_id in tl.range(first_chunk, chunks, num_stages=STAGES):
+        chunk = tl.cast(chunk_id, tl.int64)
+        chunk_offset = (chunk * heads + head) * C
+        key_tile = load_tile(k, chunk, k_stride, head // repeats, length, C, K)
+        w_tile = tl.load(w + (chunk_offset + i[:, None]) * K + j[None, :])
+        if MAP:
+            u_tile = tl.load(u + (chunk_offset + i[None, :]) * V + n[:, None], has_values[:, None], 0.0)
+        else:
+            u_tile = tl.load(u + (chunk_offset + i[None, :]) * V + n[:, None])
+        write_factor = tl.load(write_scale + chunk_offset + i)
+        chunk_decay = tl.load(state_decay + chunk * heads + head)
+
+        rounded_state = state.to(input_dtype)
+        if not MAP:
+            state_offsets = ((chunk * heads + head) * V + n[:, None]) * K + j[None, :]
+            tl.store(state_pointer + state_offsets, rounded_state)
+        delta_values = u_tile.to(tl.float32) - tl.dot(
+            rounded_state, tl.trans(w_tile), input_precision=PRECISION
+        )
+        if not MAP:
+            delta_offsets = (chunk_offset + i[None, :]) * V + n[:, None]
+            tl.store(delta_pointer + delta_offsets, delta_values.to(input_dtype))
+        state = state * chunk_decay
+        state = tl.dot(
+            (delta_values * write_factor[None, :]).to(input_dtype),
+            key_tile,
+            acc=state,
+            input_precision=PRECISION,
+        )
+    row = head.to(tl.int64) * K + j[None, :]
+    if MAP:
+        tl.store(final_pointer + row * V + n[:, None], state, mask=has_values[:, None])
+        if transition is not None:
+            matrix_mask = ((n >= V) & (n < V + K))[:, None]
+            tl.store(transition + row * K + (n - V)[:, None], state, mask=matrix_mask)
+    else:
+        tl.store(final_pointer + row * V + n[:, None], state)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def backward_scan_kernel(
+    q, k, w, z, output_grad_pointer, read_scale, beta_scale, state_decay, state_grad_pointer,
+    delta_grad_pointer, dinitial, final_state_grad, length, chunks, q_stride, k_stride, heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, OF_FINAL: tl.constexpr, INITIAL: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Stores the gradient of the state after each chunk, and e.
+
+    With INITIAL, it also stores the gradient of the state before the row; without STORE, only that.
+    """
+    column_block, head = tl.program_id(0), tl.program_id(1)
+    input_dtype: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), column_block * COLUMNS + tl.arange(0, COLUMNS)
+    state_grad = tl.zeros((COLUMNS, K), tl.float32)
+    if OF_FINAL:
+        state_grad += tl.load(final_state_grad + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None]).to(
+            tl.float32
+        )
+    for chunks_done in tl.range(0, chunks, num_stages=STAGES):
+        chunk = tl.cast(chunks - 1 - chunks_done, tl.int64)
+        chunk_offset = (chunk * heads + head) * C
+        token = chunk * C + i
+        query_tile = load_tile(q, chunk, q_stride, head // repeats, length, C, K)
+        key_tile = load_tile(k, chunk, k_stride, head // repeats, length, C, K)
+        w_tile = tl.load(w + (chunk_offset + i[:, None]) * K + j[None, :])
+        z_tile = tl.load(z + (chunk_offset + i[None, :]) * V + n[:, None])
+        output_offsets = (token[None, :] * heads + head) * V + n[:, None]
+        output_grad = tl.load(output_grad_pointer + output_offsets, mask=(token < length)[None, :], other=0.0)
+        read_factor = tl.load(read_scale + chunk_offset + i)
+        beta_factor = tl.load(beta_scale + chunk_offset + i)
+        chunk_decay = tl.load(state_decay + chunk * heads + head)
+
+        rounded_grad = state_grad.to(input_dtype)
+        if STORE:
+            tl.store(
+                state_grad_pointer + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded_grad
+            )
+        delta_grad = z_tile.to(tl.float32) + tl.dot(rounded_grad, tl.trans(w_tile), input_precision=PRECISION)
+        if STORE:
+            tl.store(
+                delta_grad_pointer + (chunk_offset + i[None, :]) * V + n[:, None], delta_grad.to(input_dtype)
+            )
+        state_grad = state_grad * chunk_decay
+        scaled_output_grad = (output_grad.to(tl.float32) * read_factor[None, :]).to(input_dtype)
+        state_grad = tl.dot(scaled_output_grad, query_tile, acc=state_grad, input_precision=PRECISION)
+        state_grad = tl.dot(
+            (delta_grad * -beta_factor[None, :]).to(input_dtype),
+            key_tile,
+            acc=state_grad,
+            input_precision=PRECISION,
+        )
+    if INITIAL:
+        tl.store(dinitial + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state_grad)
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def both_scans_kernel(
+    q, k, w, u, w_back, z, output_grad_pointer, write_scale, read_scale, beta_scale, state_decay,
+    state_pointer, state_grad_pointer, delta_pointer, delta_grad_pointer, initial, final_pointer, dinitial,
+    final_state_grad, length, chunks, q_stride, k_stride, heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, OF_FINAL: tl.constexpr, INITIAL: tl.constexpr,
+):  # fmt: skip
+    """Runs the forward scan again, or the backward scan. Neither needs the other, so they run in parallel."""
+    if tl.program_id(2) == 0:
+        scan_kernel(
+            k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer, None,
+            length, 0, chunks, k_stride, heads, repeats,
+            K, V, C, COLUMNS, STAGES, PRECISION, INITIAL, False,
+        )  # fmt: skip
+    else:
+        backward_scan_kernel(
+            q, k, w_back, z, output_grad_pointer, read_scale, beta_scale, state_decay, state_grad_pointer,
+            delta_grad_pointer, dinitial, final_state_grad,
+            length, chunks, q_stride, k_stride, heads, repeats,
+            K, V, C, COLUMNS, STAGES, PRECISION, OF_FINAL, INITIAL, True,
+        )  # fmt: skip
+
+
+# --- The forward pass ---------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["length"])

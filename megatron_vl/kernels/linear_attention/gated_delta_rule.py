@@ -67,8 +67,7 @@ def _torch_conv(x: Tensor, weight: Tensor, segment_ids: Tensor) -> Tensor:
     for distance in range(1, min(conv_width, x.shape[0])):
         in_same_segment = (segment_ids[distance:] == segment_ids[:-distance])[:, None]
         earlier_x = torch.where(in_same_segment, x[:-distance], 0.0)
-        weighted_x = earlier_x * weight[:, conv_width - 1 - distance]
-        convolved = convolved + F.pad(weighted_x, (0, 0, distance, 0))
+        convolved = convolved + F.pad(earlier_x * weight[:, conv_width - 1 - distance], (0, 0, distance, 0))
     return F.silu(convolved)
 
 
@@ -80,8 +79,6 @@ def _conv_after_halo(x: Tensor, weight: Tensor, halo: Tensor, segment_ids: Tenso
 
 
 class _ShardConvolution(torch.autograd.Function):
-    """The convolution of one rank's shard in torch."""
-
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, segment_ids: Tensor, exchange: ShardExchange) -> Tensor:
         halo = exchange.halo(x, weight.shape[1] - 1)
@@ -204,10 +201,8 @@ def _torch_rule(
         beta[..., None],
     )
     q, k, v, g, b = (_split_into_chunks(tensor.to(compute_dtype), num_padding) for tensor in rule_inputs)
-    chunk_ids = padded_ids.view(-1, CHUNK_TOKENS)
-    chunk_outputs, state = _scan_chunks(q, k, v, g, b, chunk_ids, initial_state)
-    rule_output = chunk_outputs.movedim(1, 2).flatten(0, 1)[:num_tokens]
-    return rule_output.to(value.dtype), state
+    chunk_outputs, state = _scan_chunks(q, k, v, g, b, padded_ids.view(-1, CHUNK_TOKENS), initial_state)
+    return chunk_outputs.movedim(1, 2).flatten(0, 1)[:num_tokens].to(value.dtype), state
 
 
 class _ShardRule(torch.autograd.Function):
@@ -286,7 +281,6 @@ def _scan_chunks(
         initial_state: [heads, K, V], the state that the first sequence continues; None: it begins here.
     """
     pair_decay, read_decay, write_decay = _chunk_decays(log_decay, segment_ids, initial_state is not None)
-    state_decay = read_decay[:, :, -1:]
 
     # d_i = beta_i (v_i - read_i k_i S - sum over earlier j of pairs_ij (k_i k_j) d_j) is a triangular system
     # for all d of a chunk.
@@ -306,7 +300,7 @@ def _scan_chunks(
     for i in range(q.shape[0]):
         delta_values = chunk_values[i] - chunk_keys[i] @ state
         chunk_outputs.append(chunk_queries[i] @ state + attention_scores[i] @ delta_values)
-        state = state_decay[i] * state + transposed_write_keys[i] @ delta_values
+        state = read_decay[i, :, -1:] * state + transposed_write_keys[i] @ delta_values
     return torch.stack(chunk_outputs), state
 
 

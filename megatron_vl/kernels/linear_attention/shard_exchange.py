@@ -184,8 +184,7 @@ class ShardExchange:
 
         # The halo of rank i ends where the shard of the rank before it ends.
         rank = self.route.rank
-        last_reader = min(rank + -(-halo_length // tail_length), self.group.size() - 1)
-        for i in range(rank + 1, last_reader + 1):
+        for i in range(rank + 1, min(rank + -(-halo_length // tail_length), self.group.size() - 1) + 1):
             distance = (i - rank - 1) * tail_length  # from the end of this shard to the end of the halo
             num_tokens = min(tail_length, halo_length - distance)
             token_gradients = all_gradients[i, halo_length - distance - num_tokens : halo_length - distance]

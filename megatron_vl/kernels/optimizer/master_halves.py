@@ -33,9 +33,9 @@ def split_master(master_weight: Tensor, weight: Tensor, low_bits: Tensor, exp_av
         exp_avg_sq: fp32 [N], not negative.
     """
     if runs_on_kernels(master_weight):
-        from megatron_vl.kernels.optimizer import master_halves_triton
+        from megatron_vl.kernels.optimizer import adam_triton
 
-        master_halves_triton.split_master(master_weight, weight, low_bits, exp_avg_sq)
+        adam_triton.split_master(master_weight, weight, low_bits, exp_avg_sq)
         return
 
     for master, upper, low, moment in _in_blocks(master_weight, weight, low_bits, exp_avg_sq):
@@ -51,9 +51,9 @@ def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_wei
     Shapes and types are those of :func:`split_master`.
     """
     if runs_on_kernels(master_weight):
-        from megatron_vl.kernels.optimizer import master_halves_triton
+        from megatron_vl.kernels.optimizer import adam_triton
 
-        master_halves_triton.join_master(weight, low_bits, exp_avg_sq, master_weight)
+        adam_triton.join_master(weight, low_bits, exp_avg_sq, master_weight)
         return
 
     for upper, low, moment, master in _in_blocks(weight, low_bits, exp_avg_sq, master_weight):

@@ -77,16 +77,13 @@ class RowCountExchange:
         self._host_table = self._count_table
         self._copy_event = None
         if self._count_table.is_cuda:
-            self._start_copy()
-
-    def _start_copy(self) -> None:
-        """Copies to pinned memory on a separate stream, which the compute stream does not wait for."""
-        if RowCountExchange._copy_stream is None:
-            RowCountExchange._copy_stream = torch.cuda.Stream()
-        with torch.cuda.stream(RowCountExchange._copy_stream):
-            self._count_exchange.wait()
-            self._host_table = self._count_table.to("cpu", non_blocking=True)
-            self._copy_event = RowCountExchange._copy_stream.record_event()
+            # To pinned memory on a separate stream, which the compute stream does not wait for.
+            if RowCountExchange._copy_stream is None:
+                RowCountExchange._copy_stream = torch.cuda.Stream()
+            with torch.cuda.stream(RowCountExchange._copy_stream):
+                self._count_exchange.wait()
+                self._host_table = self._count_table.to("cpu", non_blocking=True)
+                self._copy_event = RowCountExchange._copy_stream.record_event()
 
     def wait_for_splits(self) -> RowSplits:
         """Waits for the copy and returns the numbers of rows."""
@@ -134,11 +131,10 @@ class _ExchangeRows(torch.autograd.Function):
 
         # Probabilities go first, so that positions can be computed from them while rows are sent.
         for received_tensor, sent_buffer in ((received_probs, prob_buffer), (received_rows, row_buffer)):
-            sent_part = sent_buffer[: sum(splits.rows_sent)]
             transfers.append(
                 dist.all_to_all_single(
                     received_tensor,
-                    sent_part,
+                    sent_buffer[: sum(splits.rows_sent)],
                     splits.rows_received,
                     splits.rows_sent,
                     group=process_group,
@@ -294,8 +290,8 @@ class OncePerRankDispatcher(MoETokenDispatcher):
 
             # Positions need only the probabilities. The rows arrive meanwhile.
             probs_transfer.wait()
-            is_chosen = received_probs != NOT_CHOSEN  # true for a NaN, which belongs to a chosen expert
-            self._row_ids_by_expert = make_row_ids(is_chosen)
+            # The comparison is true for a NaN, which belongs to a chosen expert.
+            self._row_ids_by_expert = make_row_ids(received_probs != NOT_CHOSEN)
 
             rows_transfer.wait()
             self._row_buffer, self._prob_buffer = self._sort_by_expert(expert_rows, received_probs)
@@ -382,8 +378,7 @@ class ExpertsLayer(MoELayer):
                 self.num_local_experts, config, pg_collection, experts_gather=uses_planned_kernels
             )
         elif isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
-            dispatcher_class = DeviceCountsDispatcher if uses_planned_kernels else PaddingDispatcher
-            self.token_dispatcher = dispatcher_class(
+            self.token_dispatcher = (DeviceCountsDispatcher if uses_planned_kernels else PaddingDispatcher)(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
             )
 

@@ -13,6 +13,7 @@ A model has many experts, so the host avoids work per expert: the kernel adds we
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ from megatron_vl.kernels.experts.grouped_gemm import (
 )
 from megatron_vl.kernels.experts.token_copies import scatter_parts, scatter_rows, sum_rows
 from megatron_vl.kernels.layers.swiglu import swiglu, swiglu_backward, swiglu_forward
+from megatron_vl.models.attention import is_recomputing, keep_output, known_output
 from megatron_vl.models.fused_layers import recompute_in_backward
-from megatron_vl.models.kept_outputs import is_recomputing, keep_output, known_output
 from megatron_vl.models.moe.dispatch import ExpertRows
 from megatron_vl.parallel.ddp import ReplicaDDP
 
@@ -287,3 +288,49 @@ class GroupedExperts(TEGroupedMLP):
             if (adapter := getattr(grouped_linear, "adapter", None)) is not None:
                 adapter.lora_A.expert_weights.ddp = ddp
                 adapter.lora_B.expert_weights.ddp = ddp
+
+
+# --- LoRA adapters of the experts, with one kernel launch per factor (megatron_vl.models.lora) --------------
+
+MIN_RANK_MULTIPLE = 8
+"""The kernels read 16 bytes at a time, so that a row of ``rank`` numbers must be a multiple of them."""
+
+
+class _GroupedFactor(PlannedLinear, nn.Module):
+    """One factor of all local experts, with parameters ``weight0``, ``weight1`` and so on."""
+
+    def __init__(self, initial_values: Sequence[Tensor], is_expert_parallel: bool) -> None:
+        super().__init__()
+        self.num_gemms = len(initial_values)
+        # The kernel adds gradients to main_grad, as for the experts' own weights.
+        self.fuse_wgrad_accumulation = True
+        for expert, initial_value in enumerate(initial_values):
+            self.register_parameter(f"weight{expert}", nn.Parameter(initial_value))
+        # Core reduces the gradients of experts over other ranks than those of dense parameters.
+        for parameter in self.parameters():
+            parameter.allreduce = not is_expert_parallel  # type: ignore[attr-defined]
+
+
+class GroupedAdapter(nn.Module):
+    """The adapters of one linear layer of all local experts.
+
+    Args:
+        factors_a, factors_b: A [rank, in] and B [out, rank] of each expert.
+    """
+
+    def __init__(
+        self, factors_a: Sequence[Tensor], factors_b: Sequence[Tensor], scale: float, is_expert_parallel: bool
+    ) -> None:
+        super().__init__()
+        self.scale = scale
+        self.lora_A = _GroupedFactor(factors_a, is_expert_parallel)
+        self.lora_B = _GroupedFactor(factors_b, is_expert_parallel)
+
+    def forward(self, x: Tensor, output: Tensor, tile_plan: TilePlan) -> Tensor:
+        """x [rows, in], sorted by expert (or tokens, see the plan), output [rows, out] -> [rows, out].
+
+        Rows of no expert are ignored.
+        """
+        inner_states, _ = self.lora_A(x, tile_plan)
+        adapter_output, _ = self.lora_B(inner_states * self.scale, tile_plan.without_gather())
+        return output + adapter_output

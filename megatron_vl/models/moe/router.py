@@ -163,7 +163,6 @@ def moe_layer(platform: Platform, column_linear: Any, row_linear: Any) -> Any:
 
 
 def iterate_routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
-    """The routers of a rank's chunks."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, CountingRouter):

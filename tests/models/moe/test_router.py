@@ -31,14 +31,10 @@ SEQ_LEN = 256
 COEFFICIENT = 0.3
 """Large, so that its gradient is a good part of the router's gradient."""
 ROUTER = "language_model.decoder.layers.0.mlp.router.weight"
-SP = {"tp": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {},
-    "TP2 + SP": SP,
-    "TP2 + SP, ETP2": SP | {"etp": 2},
-    "EP2": {"ep": 2},
-    "full recompute": {"ep": 2, "recompute": {"language": "full"}},
-    "CP2": {"cp": 2},
+    "TP2 + SP, ETP2": {"tp": 2, "sequence_parallel": True, "etp": 2},
+    "EP2, full recompute": {"ep": 2, "recompute": {"language": "full"}},
     "CP2, EP2": {"cp": 2, "ep": 2},
 }
 
