@@ -91,8 +91,9 @@ def test_rows_grow_and_can_be_cut(tmp_path: Path) -> None:
 
     again = add_tokens(tmp_path / "out", token_file(tmp_path, tokens[:2]), tmp_path / "again")
     assert "2 tokens were in the tokenizer already, and those with a row keep it" in again.notes
-    for name, tensor in read_tensors(tmp_path / "out").items():
-        assert torch.equal(read_tensors(tmp_path / "again")[name].view(torch.uint8), tensor.view(torch.uint8))
+    first, second = (read_tensors(tmp_path / name) for name in ("out", "again"))
+    for name, tensor in first.items():
+        assert torch.equal(second[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
 def resized(hf: Path, rows: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from converters.convert import convert_adapter, export_adapter, export_weights, reshard_weights
 from converters.hf_checkpoint import long_tensor_name
-from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, target_settings
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
@@ -194,18 +194,6 @@ def test_contradicting_patterns_are_refused(tmp_path: Path, adapters) -> None:
             for name in PeftFolder(adapter, spec).factors
         }
         assert any(matches.values()) and max(map(len, matches.values())) == 1
-
-
-def test_targets_in_the_config_are_as_short_as_they_can_be() -> None:
-    """PEFT matches ends of names. The tower has matrices with the names of the decoder's."""
-    spec = read_spec(tiny_checkpoint("qwen2_5_vl", layers=2))
-    layers = [f"model.language_model.layers.{index}" for index in range(2)]
-    queries, gates = ([f"{layer}.{name}_proj" for layer in layers] for name in ("self_attn.q", "mlp.gate"))
-    chosen = [*queries, *gates, f"{layers[1]}.self_attn.v_proj", "model.visual.blocks.0.mlp.up_proj"]
-    assert target_settings(chosen, spec)["target_modules"] == [
-        *("q_proj", "layers.0.mlp.gate_proj", "layers.1.mlp.gate_proj"),
-        *("layers.1.self_attn.v_proj", "blocks.0.mlp.up_proj"),
-    ]
 
 
 @pytest.mark.parametrize("layers", [0, [0], [0, 2]])
