@@ -1,7 +1,7 @@
 """Reads files of records as a stream: a JSON array, JSON lines (both also as .gz or .zst), Parquet, and
 Arrow.
 
-No file is in memory as a whole.
+No file is in memory as a whole. What Python's JSON parser would change without a word is refused.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.system.errors import UserError
 
 from . import tables
-from .exact_json import EXACT_DECODER, DuplicateKeyError
 
+EXACT_DIGITS = 15
+"""A decimal number of so many digits is the same after it was a float."""
 CHUNK_BYTES = 1 << 20
 COMPRESSION_SUFFIXES = (".gz", ".zst")
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
@@ -34,6 +37,17 @@ MAX_NESTING = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
 
+class DuplicateKeyError(UserError, ValueError):
+    """A JSON object has a key twice. Python would keep the last value without a word."""
+
+
+class RoundedNumber(float):
+    """A number with another value than was written, for instance 0 for 1e-400.
+
+    It is refused only where it would be written again, as in the arguments of a call.
+    """
+
+
 class ConvertError(UserError, ValueError):
     """A conversion that cannot be made; the message says what to do."""
 
@@ -42,8 +56,31 @@ class UnreadableRecord(NamedTuple):
     """Takes the place of a record that cannot be read."""
 
     reason: str
-    """The heading under which it is counted."""
     detail: str
+
+
+def _read_float(number_text: str) -> float:
+    number = read_number(number_text)
+    if len(number_text) <= EXACT_DIGITS and "e" not in number_text and "E" not in number_text:
+        return number
+    try:
+        is_exact = Decimal(number_text) == Decimal(repr(float(number)))
+    except ArithmeticError:  # an exponent that even Decimal does not read
+        is_exact = False
+    return number if is_exact else RoundedNumber(number)
+
+
+def unique_keys(key_value_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON parser (``object_pairs_hook``). Raises DuplicateKeyError."""
+    json_object = dict(key_value_pairs)
+    if len(json_object) < len(key_value_pairs):
+        keys = [key for key, _ in key_value_pairs]
+        repeated_key = next(key for key in json_object if keys.count(key) > 1)
+        raise DuplicateKeyError(f"the key {repeated_key[:100]!r} occurs twice in one object")
+    return json_object
+
+
+EXACT_DECODER = json.JSONDecoder(parse_float=_read_float, object_pairs_hook=unique_keys)
 
 
 def read_records(
@@ -106,17 +143,14 @@ def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
             _decompressed(records_path, raw_file) as content_file,
         ):
             yield raw_file, content_file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ConvertError(f"{records_path} is damaged: {error}") from error
-    except OSError as error:
-        # pyarrow reports damaged zstd data as an OSError without a number.
-        if records_path.suffix != ".zst" or error.errno:
+    except (EOFError, OSError, zlib.error) as error:
+        # gzip and pyarrow report damaged data as an OSError without a number.
+        if isinstance(error, OSError) and error.errno:
             raise
         raise ConvertError(f"{records_path} is damaged: {error}") from error
 
 
 def _decompressed(records_path: Path, raw_file: IO[bytes]) -> Any:
-    """The content of a file that may be compressed, by its suffix."""
     if records_path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw_file)
     if records_path.suffix == ".zst":

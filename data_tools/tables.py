@@ -53,8 +53,7 @@ def _read_parquet(table_path: Path, is_wanted: Callable[[int, int], bool]) -> It
             group_metadata = parquet_file.metadata.row_group(row_group)
             num_rows = group_metadata.num_rows
             if not is_wanted(row_start, row_start + num_rows):
-                for i in range(0, num_rows, MAX_BATCH_ROWS):
-                    yield [None] * min(MAX_BATCH_ROWS, num_rows - i), parquet_file.metadata.num_rows
+                yield [None] * num_rows, parquet_file.metadata.num_rows
                 row_start += num_rows
                 continue
 
@@ -96,7 +95,6 @@ def column_names(table_path: Path) -> list[str]:
 
 
 def _read_header(table_path: Path, table_file: TextIO) -> tuple[list[str], Any]:
-    """The columns of an open CSV file, and a reader of its other lines."""
     csv.field_size_limit(MAX_BATCH_BYTES)
     reader = csv.reader(table_file, delimiter="\t" if table_path.suffix == ".tsv" else ",", strict=True)
     names = next(reader, [])
