@@ -17,8 +17,15 @@ from typing import Any
 
 from megatron_vl.data.source.dataset_description import METADATA_DIR
 
-from .records import COMPRESSION_SUFFIXES, ConvertError, read_records, unique_keys
-from .tables import HEADED_SUFFIXES, TABLE_SUFFIXES, column_names
+from .records import (
+    COMPRESSION_SUFFIXES,
+    HEADED_SUFFIXES,
+    TABLE_SUFFIXES,
+    ConvertError,
+    column_names,
+    read_records,
+    unique_keys,
+)
 
 TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson")
 INDEX_FILE = "dataset_info.json"
