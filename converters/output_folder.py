@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -142,6 +142,10 @@ def _check_replaceable(force_overwrite: bool, is_hf_export: bool, output_dir: Pa
         )
 
 
+class _StoppedError(Exception):
+    """Raised in a worker whose work is no longer needed."""
+
+
 def write_tensors(
     command_name: str,
     source: CanonicalWeights,
@@ -175,7 +179,7 @@ def write_tensors(
         itemsize = 4 if is_fp8 else output.dtype.itemsize
         for region in row_regions(output.shape, itemsize, rows_multiple=128 if is_fp8 else 1):
             if stop_event.is_set():
-                raise CancelledError
+                raise _StoppedError
             chunk = output.read_region(region)
             yield chunk
             advance(chunk.numel() * output.dtype.itemsize)
