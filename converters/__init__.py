@@ -2,9 +2,9 @@
 
 The converters run on CPU and stream tensors. ``rules.py`` defines what a tensor consists of, ``qwen*.py`` are
 the families' tables, ``hf_checkpoint.py`` reads HF folders, ``fp8.py`` reads and writes FP8 weights,
-``copy_jobs.py`` copies tensors in threads, ``output_folder.py`` holds what is written, ``hf_output.py`` says
-what an export holds, ``convert.py`` combines them for conversion, splitting, merging and export,
-``add_tokens.py`` writes folders with more rows, and ``compare.py`` compares checkpoints.
+``output_folder.py`` holds what is written and copies tensors in threads, ``hf_output.py`` says what an export
+holds, ``convert.py`` combines them for conversion, splitting, merging and export, ``add_tokens.py`` writes
+folders with more rows, and ``compare.py`` compares checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ RULES_BY_FAMILY: dict[str, Callable[..., list[ConversionRule]]] = {
     "qwen3_5": qwen3_5.make_rules,
     "qwen3_5_moe": qwen3_5.make_rules,
 }
-"""Maps each family to the function that returns its rules."""
 
 
 def make_conversion_rules(

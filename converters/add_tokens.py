@@ -19,7 +19,8 @@ from megatron_vl.weights.trained_media import exported_facts
 from .convert import WeightsReport, write_hf_folder
 from .fp8 import Fp8Folder
 from .hf_checkpoint import HfCheckpoint
-from .hf_output import OutputTensor, any_dtype, headers_of, write_index
+from .hf_output import any_dtype, headers_of, write_index
+from .output_folder import OutputTensor
 from .rules import HF_OUTPUT
 from .tensor_folder import TensorFolder
 

@@ -22,7 +22,6 @@ from megatron_vl.weights.tensor_files import (
     ANY_DTYPE_BY_CODE,
     CODE_BY_DTYPE,
     MatrixRegion,
-    matrix_shape,
     row_regions,
 )
 from megatron_vl.weights.weight_reader import WeightReader
@@ -60,7 +59,6 @@ class CheckpointComparison:
 class _StoredTensor:
     shape: tuple[int, ...]
     dtype_code: str
-    """Its type in safetensors' notation."""
     read_region: Callable[[MatrixRegion], Tensor]
 
 
@@ -140,9 +138,12 @@ def compare_weights(first_path: str | Path, second_path: str | Path) -> Checkpoi
 
         tensor_differences = _find_differences(compare_tensor, tensor_names)
 
-    example = min(renamed_examples, default="")
     return CheckpointComparison(
-        len(tensor_names), compared_bytes, tensor_differences, len(renamed_examples), example
+        len(tensor_names),
+        compared_bytes,
+        tensor_differences,
+        len(renamed_examples),
+        min(renamed_examples, default=""),
     )
 
 
@@ -167,8 +168,7 @@ def _describe_difference(
     differing_elements = 0
     first_difference = -1
     largest_difference = 0.0
-    element_bytes = _element_bytes(first.dtype_code)
-    for region in row_regions(first.shape, element_bytes):
+    for region in row_regions(first.shape, _element_bytes(first.dtype_code)):
         first_values = first.read_region(region).contiguous()
         second_values = second.read_region(region).contiguous()
         # As integers, two NaNs with the same bits are equal, and 0.0 and -0.0 are not.
@@ -177,17 +177,15 @@ def _describe_difference(
         if differs_mask.any():
             differing_elements += int(differs_mask.sum())
             if first_difference < 0:
-                first_element = region.row * matrix_shape(first.shape)[1]
-                first_difference = first_element + int(differs_mask.nonzero()[0])
+                first_difference = region.row * first_values.shape[1] + int(differs_mask.nonzero()[0])
             distances = (first_values.double() - second_values.double()).abs().nan_to_num(float("inf"))
             largest_difference = max(largest_difference, float(distances.max()))
         advance(first_values.nbytes)
 
     if not differing_elements:
         return ""
-    element_count = math.prod(first.shape)
     return (
-        f"{differing_elements} of {element_count} elements differ, "
+        f"{differing_elements} of {math.prod(first.shape)} elements differ, "
         f"the first at {first_difference}, by at most {largest_difference:.3g}"
     )
 

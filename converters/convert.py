@@ -8,9 +8,9 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.system.json_files import manifest_digest, write_json
 from megatron_vl.system.processes import available_cores
-from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.matrix_blocks import blocks_of_shard
@@ -51,17 +50,19 @@ from megatron_vl.weights.trained_media import (
 )
 from megatron_vl.weights.weight_reader import WeightReader
 
-from .copy_jobs import CopyJob, order_with_checks, run_copy_tasks
 from .fp8 import FP8, Fp8Folder
 from .hf_checkpoint import HfCheckpoint
-from .hf_output import OutputTensor, describe_form, gather_from, headers_of, output_tensors
+from .hf_output import describe_form, gather_from, headers_of, output_tensors
 from .lora import MergedWeights, PeftAdapters, open_lora, peft_config, peft_tensors
-from .output_folder import ConversionOutput, open_output
+from .output_folder import ConversionOutput, OutputTensor, open_output, write_tensors
 from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from .rules import ConversionRule
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest size of a file of unsplit weights, unless a single tensor is larger."""
+_PlannedFile = tuple[dict[str, int], dict[str, tuple[torch.dtype, tuple[int, ...]]]]
+"""A file to write: its ranks (``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``), and each tensor's type and
+shape in it. They are known in advance, so that threads fill the file in any order."""
 
 
 @dataclass
@@ -72,9 +73,7 @@ class WeightsReport:
     tensors: int
     files: int
     bytes: int
-    """Size of all files."""
     seconds: float
-    """Time for writing them."""
     layout: Layout | None = None
     cast: dict[tuple[str, str], int] = field(default_factory=dict)
     """Number of tensors whose type was changed, by (from, to)."""
@@ -84,7 +83,6 @@ class WeightsReport:
     """Number of tensors that are not part of the model. An export copies them from the original folder; a
     conversion leaves them out."""
     notes: list[str] = field(default_factory=list)
-    """Further information about the source for the user."""
 
 
 # --- To Megatron --------------------------------------------------------------------------------------------
@@ -147,18 +145,21 @@ def _write_weights(
     output_dir = Path(output_dir)
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
     planned_files = _plan_files(source, layout)
-    headers = {file.name: make_safetensors_header(file.tensors, {"format": "pt"}) for file in planned_files}
+    headers = {
+        file: make_safetensors_header(tensors, {"format": "pt"})
+        for file, (_, tensors) in planned_files.items()
+    }
     worker_count = worker_count or available_cores()
 
     with open_output(output_dir, input_dirs, headers, force_overwrite=force_overwrite) as output:
-        copy_jobs = _shard_jobs(source, planned_files, layout.sharding if layout else UNSHARDED, output)
-        write_seconds = _run_copy_jobs(command_name, source, copy_jobs, output, worker_count)
+        outputs = [*_shard_outputs(source, planned_files, layout.sharding if layout else UNSHARDED)]
+        write_seconds = write_tensors(command_name, source, outputs, output, worker_count)
         output.commit_files()
         assert output.digests is not None
-        file_entries = []
-        for file in planned_files:
-            stored = {name: (*types, output.digests[file.name, name]) for name, types in file.tensors.items()}
-            file_entries.append(file_entry(file.name, stored, file.ranks))
+        file_entries = [
+            file_entry(file, {n: (*types, output.digests[file, n]) for n, types in tensors.items()}, ranks)
+            for file, (ranks, tensors) in planned_files.items()
+        ]
         write_manifest(output.path, source.spec, layout, file_entries, weights_origin, source.lora)
 
     return _make_report(output_dir, output, write_seconds, layout)
@@ -174,69 +175,27 @@ def _make_report(
     return WeightsReport(output_dir, len(tensor_names), len(writers), total_bytes, seconds, layout)
 
 
-def _shard_jobs(
-    source: CanonicalWeights,
-    planned_files: list[_PlannedFile],
-    sharding: Sharding,
-    conversion_output: ConversionOutput,
-) -> dict[str, list[CopyJob]]:
-    """Tensor -> the jobs that write its shards, in model order."""
+def _shard_outputs(
+    source: CanonicalWeights, planned_files: dict[str, _PlannedFile], sharding: Sharding
+) -> Iterator[OutputTensor]:
+    """The shards of all tensors, file by file."""
     tensor_infos = trained_table(source.spec, source.lora)
-    # The shards of a tensor come together, so that it is read only once.
-    jobs_by_tensor: dict[str, list[CopyJob]] = {name: [] for name in tensor_infos}
-    for file in planned_files:
+    for file, (file_ranks, tensors) in planned_files.items():
         # The pipeline rank selects tensors; the other ranks select the shard of a tensor.
-        ranks = {f"{kind}_rank": rank for kind, rank in file.ranks.items() if kind != "pp"}
-        writer = conversion_output.writer_by_file[file.name]
-        for name, (dtype, shape) in file.tensors.items():
+        ranks = {f"{kind}_rank": rank for kind, rank in file_ranks.items() if kind != "pp"}
+        for name, (dtype, shape) in tensors.items():
             info = tensor_infos[name]
             blocks = blocks_of_shard(info, sharding.shard_index(info, **ranks), sharding)
-            jobs_by_tensor[name].append(
-                CopyJob(writer, name, shape, dtype, gather_from(source, blocks, dtype))
-            )
-    return jobs_by_tensor
+            yield OutputTensor(file, name, shape, dtype, name, gather_from(source, blocks, dtype))
 
 
-def _run_copy_jobs(
-    command_name: str,
-    source: CanonicalWeights,
-    jobs_by_tensor: dict[str, list[CopyJob]],
-    conversion_output: ConversionOutput,
-    worker_count: int,
-) -> float:
-    """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took."""
-    tensor_infos = trained_table(source.spec, source.lora)
-
-    def check(tensor_name: str) -> None:
-        if tensor_name in tensor_infos:  # other tensors are copied from a folder without hashes
-            source.verify_tensor(tensor_name)
-
-    total_bytes = sum(job.byte_count for copy_jobs in jobs_by_tensor.values() for job in copy_jobs)
-    start_time = time.monotonic()
-    with progress(total_bytes, "bytes", command_name) as advance:
-        tasks = order_with_checks(jobs_by_tensor, check, worker_count)
-        run_copy_tasks(tasks, worker_count, advance, conversion_output.digests)
-    return time.monotonic() - start_time
-
-
-@dataclass(frozen=True)
-class _PlannedFile:
-    """A file to write. What is in it is known in advance, so that threads fill it in any order."""
-
-    name: str
-    ranks: dict[str, int]
-    """The ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Tensor -> type and shape in the file (of one shard)."""
-
-
-def _plan_files(source: CanonicalWeights, layout: Layout | None) -> list[_PlannedFile]:
+def _plan_files(source: CanonicalWeights, layout: Layout | None) -> dict[str, _PlannedFile]:
     """One file for each rank of ``layout``, or files of at most ``MAX_FILE_BYTES`` in model order."""
     tensor_infos = trained_table(source.spec, source.lora)
     if layout is None:
         return _plan_unsplit_files(source, tensor_infos)
 
-    planned_files = []
+    planned_files: dict[str, _PlannedFile] = {}
     for pp in range(layout.pp):
         dense: dict[str, Any] = {}
         experts: dict[str, Any] = {}
@@ -245,15 +204,17 @@ def _plan_files(source: CanonicalWeights, layout: Layout | None) -> list[_Planne
                 stored_type = (source.dtype(name), info.shard_shape(layout.sharding))
                 (experts if info.num_experts else dense)[name] = stored_type
         for tp in range(layout.tp):
-            planned_files.append(_PlannedFile(rank_file_name(tp=tp, pp=pp), {"tp": tp, "pp": pp}, dense))
+            planned_files[rank_file_name(tp=tp, pp=pp)] = ({"tp": tp, "pp": pp}, dense)
         # A rank without experts has no file for them.
         for ep, etp in itertools.product(range(layout.ep if experts else 0), range(layout.etp)):
             ranks = {"ep": ep, "etp": etp, "pp": pp}
-            planned_files.append(_PlannedFile(rank_file_name(**ranks), ranks, experts))
+            planned_files[rank_file_name(**ranks)] = (ranks, experts)
     return planned_files
 
 
-def _plan_unsplit_files(source: CanonicalWeights, tensor_infos: dict[str, TensorInfo]) -> list[_PlannedFile]:
+def _plan_unsplit_files(
+    source: CanonicalWeights, tensor_infos: dict[str, TensorInfo]
+) -> dict[str, _PlannedFile]:
     groups: list[dict[str, Any]] = [{}]
     group_bytes = 0
     for name, info in tensor_infos.items():
@@ -263,10 +224,10 @@ def _plan_unsplit_files(source: CanonicalWeights, tensor_infos: dict[str, Tensor
             groups.append({})
             group_bytes = tensor_bytes
         groups[-1][name] = (source.dtype(name), info.shape)
-    return [
-        _PlannedFile(f"weights-{i + 1:05d}-of-{len(groups):05d}.safetensors", {"tp": 0, "pp": 0}, tensors)
-        for i, tensors in enumerate(groups)
-    ]
+    return {
+        f"weights-{i:05d}-of-{len(groups):05d}.safetensors": ({"tp": 0, "pp": 0}, tensors)
+        for i, tensors in enumerate(groups, 1)
+    }
 
 
 # --- To Hugging Face ----------------------------------------------------------------------------------------
@@ -373,18 +334,10 @@ def write_hf_folder(
         training_facts: the entries of ``megatron_vl.json``.
     """
     companion_files, skipped_files = original.tensor_folder.companion_files()
-    input_dirs = [source.path, original.path]
     with open_output(
-        output_dir, input_dirs, header_by_file, force_overwrite=force, is_hf_export=True
+        output_dir, [source.path, original.path], header_by_file, force_overwrite=force, is_hf_export=True
     ) as output:
-        jobs: dict[str, list[CopyJob]] = {}
-        for o in outputs:
-            job = CopyJob(output.writer_by_file[o.file], o.name, o.shape, o.dtype, o.read_region)
-            jobs_of_source = jobs.setdefault(o.source_name, [])
-            if o.follows_last:
-                job = replace(jobs_of_source.pop(), next_job=job)
-            jobs_of_source.append(job)
-        write_seconds = _run_copy_jobs(command_name, source, jobs, output, workers or available_cores())
+        write_seconds = write_tensors(command_name, source, outputs, output, workers or available_cores())
         output.commit_files()
         for relative_path in companion_files:
             copied_path = output.path / relative_path
@@ -578,5 +531,4 @@ def convert_adapter(
     source = PeftAdapters(adapter, read_spec(hf))
     facts = exported_facts(Path(hf)) | exported_facts(source.path)
     origin = {"hf": Path(hf).resolve().name, **facts, **source.lora_base.entry()}
-    input_dirs = [Path(adapter), Path(hf)]
-    return _write_weights(source, input_dirs, out, layout, "convert", 0, False, origin)
+    return _write_weights(source, [Path(adapter), Path(hf)], out, layout, "convert", 0, False, origin)

@@ -42,7 +42,6 @@ class BlockGrid:
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape of the scales."""
         sides = zip(self.shape[-2:], self.block_size, strict=True)
         return (*self.shape[:-2], *(-(-side // block_side) for side, block_side in sides))
 
@@ -199,8 +198,7 @@ class Fp8Output:
 
         folder, name = self.original
         earlier = folder.read_region(name, region)
-        differs = tiles_of(earlier != values.to(earlier.dtype)).any(2)
-        is_changed = largest_of_blocks(differs.byte()) > 0
+        is_changed = largest_of_blocks(tiles_of(earlier != values.to(earlier.dtype)).any(2).byte()) > 0
         scale_region = MatrixRegion(scale_row, scale_row_end, 0, scales.shape[1])
         earlier_weight = folder.stored.read_region(name, region).view(torch.uint8)
         earlier_scales = folder.stored.read_region(name + SCALE_SUFFIX, scale_region)

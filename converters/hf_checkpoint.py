@@ -99,9 +99,8 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
     """Whether a stored tensor is outside the model and only copied (:data:`CARRIED_NAMES`)."""
-    language = spec.language
-    is_carried = language.linear_attention is not None and not language.has_mtp
-    return is_carried and bool(CARRIED_NAMES.match(tensor_name))
+    has_carried = spec.language.linear_attention is not None and not spec.language.has_mtp
+    return has_carried and bool(CARRIED_NAMES.match(tensor_name))
 
 
 class HfCheckpoint(CanonicalWeights):
@@ -125,20 +124,16 @@ class HfCheckpoint(CanonicalWeights):
 
     def __init__(self, hf_dir: str | Path, *, has_mtp: bool = False) -> None:
         self.path = Path(hf_dir)
-        self.spec = read_spec(self.path)
-        if has_mtp:
-            self.spec = self.spec.with_mtp()
+        self.spec = read_spec(self.path).with_mtp(has_mtp)
         self.tensor_infos = tensor_table(self.spec)
         self.tensor_folder = open_tensor_folder(self.path)
         stored_names = self.tensor_folder.file_by_tensor
         # Released Qwen3.5 stores the experts of multi-token prediction apart, Qwen3.6 in stacks.
         mtp_expert = f"{MTP_PREFIX}layers.0.mlp.experts.0.gate_proj.weight"
-        has_mtp_expert = mtp_expert in map(short_tensor_name, stored_names)
-        mtp_style: ExpertStyle = "apart" if has_mtp_expert else "output_first"
+        has_mtp_apart = mtp_expert in map(short_tensor_name, stored_names)
         style = detect_expert_style(self.spec, self.tensor_folder)
-        self.rule_by_name: dict[str, ConversionRule] = {
-            rule.name: rule for rule in make_conversion_rules(self.spec, style, mtp_style)
-        }
+        rules = make_conversion_rules(self.spec, style, "apart" if has_mtp_apart else "output_first")
+        self.rule_by_name: dict[str, ConversionRule] = {rule.name: rule for rule in rules}
         self.carried_names = [name for name in stored_names if is_carried_tensor(self.spec, name)]
         self.stored_name_by_released = self._map_released_names()
         self._check_tensors()
@@ -164,12 +159,10 @@ class HfCheckpoint(CanonicalWeights):
 
     @cached_property
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Released name -> shape, for all tensors that the config requires."""
         return {name: shape for rule in self.rule_by_name.values() for name, shape in rule.hf_shapes.items()}
 
     @property
     def embedding_name(self) -> str:
-        """The released name of the embedding."""
         return next(iter(self.rule_by_name[EMBEDDING_TENSOR].hf_shapes))
 
     @property
@@ -230,11 +223,9 @@ class HfCheckpoint(CanonicalWeights):
             return folder.read_region(tensor_name, region).contiguous().view(torch.uint8)
 
         # In regions, because the vocabulary's matrix may take gigabytes.
-        regions = row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize)
-        has_same_type = folder.dtype_code(output_name) == folder.dtype_code(embedding_name)
-        if not has_same_type or not all(
+        if folder.dtype_code(output_name) != folder.dtype_code(embedding_name) or not all(
             torch.equal(region_bytes(output_name, region), region_bytes(embedding_name, region))
-            for region in regions
+            for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize)
         ):
             raise WeightsError(
                 f"{self.path}: tensor {output_name!r} differs from {embedding_name!r}, but "
@@ -252,8 +243,6 @@ class HfCheckpoint(CanonicalWeights):
         return reduce(torch.promote_types, map(self.hf_dtype, self.rule_by_name[tensor_name].hf_shapes))
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
-        """Reads a region of a full canonical tensor as a matrix."""
-
         def read_hf_region(released_name: object, region: MatrixRegion) -> Tensor:
             return self.tensor_folder.read_region(self.stored_name_by_released[str(released_name)], region)
 

@@ -17,7 +17,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from megatron_vl.weights.tensor_files import (
 from . import make_conversion_rules
 from .fp8 import FP8, RELEASED_BLOCK_SIZE, BlockGrid, Fp8Folder, Fp8Output
 from .hf_checkpoint import HfCheckpoint, is_carried_tensor
+from .output_folder import OutputTensor
 from .rules import DOWN_STACK, GATE_UP_STACK
 from .tensor_folder import TensorFolder
 
@@ -47,21 +47,6 @@ _FP8_MATRICES = re.compile(
 """What the released FP8 folders quantise: not the tower, routers, gates, embeddings and the output layer."""
 _NAMES_OF_ENGINES = {"attn.qkv": "attn.qkv_proj", "linear_attn.in_proj_b": "linear_attn.in_proj_ba"}
 """Layers that serving engines call otherwise, or fuse with others; the released folders list both names."""
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """One tensor of an exported folder."""
-
-    file: str
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source_name: str
-    """The canonical tensor, or the one of the original, that it is read from."""
-    read_region: Callable[[MatrixRegion], Tensor]
-    follows_last: bool = False
-    """Whether it can be read only after the tensor before it in a list."""
 
 
 def gather_from(
@@ -141,7 +126,6 @@ def _model_tensors(
 
 
 def headers_of(outputs: Sequence[OutputTensor]) -> dict[str, bytes]:
-    """File -> its header."""
     types_by_file: dict[str, dict[str, tuple[torch.dtype, Sequence[int]]]] = {}
     for output in outputs:
         types_by_file.setdefault(output.file, {})[output.name] = (output.dtype, output.shape)

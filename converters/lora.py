@@ -61,14 +61,13 @@ def _part_views(
         if not part.rank:
             continue
         # The columns of a tower's matrix may be padded.
-        num_cols = matrix_shapes[part.hf_name][1]
-        part_a = canonical_a[first_row : first_row + part.rank, :num_cols]
+        part_a = canonical_a[first_row : first_row + part.rank, : matrix_shapes[part.hf_name][1]]
         first_row += part.rank
         weight_name = f"{part.hf_name}.weight"
-        blocks = [block for block in base_blocks if long_tensor_name(str(block.part_id)) == weight_name]
         pieces_b = [
             (slice(b.part_row, b.part_row + b.rows), canonical_b[b.row : b.row + b.rows, : part.rank])
-            for b in blocks
+            for b in base_blocks
+            if long_tensor_name(str(b.part_id)) == weight_name
         ]
         yield part.hf_name, part_a, pieces_b
 
@@ -153,7 +152,6 @@ class PeftAdapters(PeftFolder, CanonicalWeights):
         return reduce(torch.promote_types, [self.factors[part.hf_name].dtype for part in parts if part.rank])
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
-        """A region of a canonical tensor as a matrix."""
         if tensor_name in self.saved_keys:
             return self.tensor_reader.read_region(self.saved_keys[tensor_name], region)
         adapter = self._adapter_by_factor[tensor_name]
@@ -231,7 +229,6 @@ def peft_config(source: CanonicalWeights, base_name: str) -> dict[str, Any]:
     parts = [part for adapter in fused_lora(spec, lora).values() for part in adapter.parts if part.rank]
     ranks = {part.hf_name: part.rank for part in parts}
     alphas = {part.hf_name: _plain_number(part.alpha) for part in parts}
-    module_names = set(saved_modules(spec, lora).values())
     return {
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,
@@ -253,7 +250,7 @@ def peft_config(source: CanonicalWeights, base_name: str) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": sorted(module_names) or None,
+        "modules_to_save": sorted(set(saved_modules(spec, lora).values())) or None,
         "use_dora": False,
     }
 
@@ -292,7 +289,6 @@ class MergedWeights(CanonicalWeights):
         return self.base.dtype(tensor_name)
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
-        """A region of a full canonical tensor as a matrix."""
         if tensor_name in self.whole_tensors:
             self.source.verify_tensor(tensor_name)
             return self.source.read_region(tensor_name, region)

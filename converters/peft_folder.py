@@ -230,7 +230,10 @@ class PeftFolder:
                 experts_names[hf_name.rpartition(".")[0]] = None
             elif hf_name in modules:
                 self._check_layer(hf_name)
-                factors[hf_name] = self._matrix_factors(hf_name, shape, modules.pop(hf_name))
+                pair, (rank, alpha) = modules.pop(hf_name), self._rank_and_alpha(hf_name)
+                self._check_shape(hf_name, "A", pair["A"], (rank, shape[1]))
+                self._check_shape(hf_name, "B", pair["B"], (shape[0], rank))
+                factors[hf_name] = MatrixFactors(pair["A"], pair["B"], alpha)
 
         for experts_name in experts_names:
             for wrapper_name in (experts_name, f"{experts_name}.base_layer"):
@@ -273,15 +276,6 @@ class PeftFolder:
                     f"{self.path / ADAPTER_FILE}: {module_name!r} has only one of lora_A, lora_B"
                 )
         return modules
-
-    def _matrix_factors(
-        self, hf_name: str, shape: tuple[int, ...], pair: Mapping[str, Tensor]
-    ) -> MatrixFactors:
-        rank, alpha = self._rank_and_alpha(hf_name)
-        out_features, in_features = shape
-        self._check_shape(hf_name, "A", pair["A"], (rank, in_features))
-        self._check_shape(hf_name, "B", pair["B"], (out_features, rank))
-        return MatrixFactors(pair["A"], pair["B"], alpha)
 
     def _stack_factors(self, experts_name: str, pair: Mapping[str, Tensor]) -> dict[str, MatrixFactors]:
         """The factors of one stack of experts. The shapes tell which one it is, and its orientation."""

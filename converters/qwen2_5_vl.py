@@ -30,5 +30,4 @@ TOWER_MLP = name_entries(
 
 
 def make_rules(spec: ModelSpec) -> list[ConversionRule]:
-    """Returns one rule for each tensor of the model."""
     return rules_from_entries(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))

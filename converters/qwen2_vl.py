@@ -107,5 +107,4 @@ LANGUAGE = (
 
 
 def make_rules(spec: ModelSpec) -> list[ConversionRule]:
-    """Returns one rule for each tensor of the model."""
     return rules_from_entries(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))

@@ -23,7 +23,6 @@ from megatron_vl.weights.matrix_blocks import MatrixBlock
 from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
 
 HF_OUTPUT = "lm_head.weight"
-"""HF's name of the output layer."""
 
 ExpertStyle = Literal["input_first", "output_first", "apart"]
 """How a folder stores a layer's experts:
@@ -36,7 +35,6 @@ ExpertStyle = Literal["input_first", "output_first", "apart"]
   models (Qwen3-MoE).
 """
 RELEASED_EXPERT_STYLE: dict[str, ExpertStyle] = {"qwen3_vl_moe": "input_first", "qwen3_5_moe": "output_first"}
-"""How the released folders of a family store their experts."""
 GATE_UP_STACK, DOWN_STACK = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """HF's names of the stacks within a layer."""
 
@@ -47,14 +45,12 @@ class ConversionRule:
 
     name: str
     hf_shapes: dict[str, tuple[int, ...]]
-    """HF name -> shape."""
     blocks: tuple[MatrixBlock, ...]
     padding: tuple[MatrixRegion, ...] = ()
     """Regions of the canonical tensor that HF does not have; they are zero."""
 
 
 HfNames = tuple[str, ...]
-"""Names of the HF tensors that a canonical tensor consists of."""
 PADDING = ""
 """Stands for the name of a HF tensor where the canonical tensor has rows of zeros."""
 
@@ -81,8 +77,7 @@ def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) ->
     """
     language = spec.language
     head_dim = language.head_dim
-    heads_per_group = language.num_heads // language.num_kv_heads
-    rows_per_group = (heads_per_group * head_dim, head_dim, head_dim)
+    rows_per_group = (language.num_heads // language.num_kv_heads * head_dim, head_dim, head_dim)
 
     return _rule_of_rows(
         tensor_info,
@@ -214,7 +209,6 @@ def _rule_of_rows(tensor_info: TensorInfo, row_runs: Iterable[tuple[str, int, in
 
 
 RuleMaker = Callable[[ModelSpec, TensorInfo, HfNames], ConversionRule]
-"""Makes the rule of a canonical tensor from the names of its HF tensors."""
 _NUMBER_PATTERN = re.compile(r"\.(\d+)\.")
 
 
@@ -224,7 +218,6 @@ class NameEntry(NamedTuple):
     name: str
     """The canonical name. Its number is the first ``*`` of the HF names."""
     hf_names: HfNames
-    """The released names of the HF tensors that it consists of."""
     make_rule: RuleMaker
 
 

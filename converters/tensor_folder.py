@@ -31,9 +31,9 @@ class TensorFolder:
         self.weight_map: dict[str, str] | None = self._read_index()
         file_names = sorted(set(self.weight_map.values())) if self.weight_map is not None else [SINGLE_FILE]
         self.reader_by_file = {name: TensorReader(self.path / name) for name in file_names}
-        self.file_by_tensor: dict[str, str] = {}
-        for file_name, tensor_reader in self.reader_by_file.items():
-            self.file_by_tensor.update(dict.fromkeys(tensor_reader.tensor_names(), file_name))
+        self.file_by_tensor = {
+            name: file for file, reader in self.reader_by_file.items() for name in reader.tensor_names()
+        }
         self._check_index()
 
     def _read_index(self) -> dict[str, str] | None:
@@ -94,7 +94,6 @@ class TensorFolder:
         return self.reader_by_file[self.file_by_tensor[tensor_name]].dtype(tensor_name)
 
     def dtype_code(self, tensor_name: str) -> str:
-        """The data type of a tensor in safetensors' notation."""
         return self.reader_by_file[self.file_by_tensor[tensor_name]].dtype_code(tensor_name)
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:

@@ -11,8 +11,10 @@ All of it happens in ``OUT.partial``, which becomes ``OUT`` at the end. A killed
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from functools import cached_property
 from itertools import batched
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.grids import CLIP_LIMITS, clip_frames
@@ -36,7 +40,6 @@ from .formats.conversation import record_identity
 from .formats.objects import check_boxes
 from .input_files import InputFile, find_input_files, input_names, with_columns
 from .media import MediaRoots, is_embedded, read_media
-from .record_ids import RecordIds
 from .records import ConvertError, UnreadableRecord, read_records
 from .shards import CONVERSION_FILE, MEDIA_NAMES_FILE, METADATA_DIR, ShardWriter, StoredSample, store_sample
 from .worker_pool import WorkerPool
@@ -53,14 +56,17 @@ FACT_OPTIONS = (
 """Options that determine the output."""
 
 
+MAX_LATEST = 1 << 20
+"""Ids that wait, in a dictionary, to be sorted into the array."""
+WARNED_COUNT = 10**8
+PLACE_BITS = 40
+"""Bits of a place that count records; the upper ones are the number of the file."""
 QUARANTINE_FILE = "quarantine.jsonl"
 """In a data set's folder: the records that were refused, one a line."""
 
 
 @dataclass
 class DataReport:
-    """The results of a conversion."""
-
     records: int = 0
     train: int = 0
     val: int = 0
@@ -90,7 +96,6 @@ class DataReport:
 
     @property
     def quarantined_records(self) -> int:
-        """Number of records that could not be used."""
         return self.records - self.samples
 
     def count_sample(self, sample: StoredSample) -> None:
@@ -138,7 +143,6 @@ class ConversionOptions:
 
     @cached_property
     def roots(self) -> MediaRoots:
-        """The media roots with links resolved."""
         folders = self.media_root if isinstance(self.media_root, tuple) else (self.media_root,)
         return MediaRoots(tuple(folder.resolve() for folder in folders if folder), self.follow_links)
 
@@ -160,6 +164,52 @@ class ConversionOptions:
         names = zip(input_names(paths), paths, strict=True)
         inputs = [{"name": name, "bytes": path.stat().st_size} for name, path in names]
         return {"options": {name: getattr(self, name) for name in FACT_OPTIONS}, "inputs": inputs}
+
+
+class RecordIds:
+    """The ids so far: a sorted array of 128-bit hashes, and the place of each, 24 bytes together.
+
+    Among 1e8 ids, the probability that two different ones have one hash is about 1e-23.
+    """
+
+    def __init__(self) -> None:
+        self._hashes = np.zeros(0, "S16")
+        self._places = np.zeros(0, np.int64)
+        self._latest: dict[bytes, int] = {}
+        self._file_names: list[str] = []
+
+    def first_occurrence(self, record_identity: str, file_name: str, record_number: int) -> tuple[str, int]:
+        """Returns the file and number of the first record with this id: the given record if the id is new."""
+        # A string from JSON may contain single surrogates, which UTF-8 cannot encode.
+        digest = hashlib.blake2b(record_identity.encode(errors="surrogatepass"), digest_size=16).digest()
+        digest = digest.rstrip(b"\0")  # as numpy reads it from the array
+        if not self._file_names or self._file_names[-1] != file_name:
+            self._file_names.append(file_name)
+
+        position = int(self._hashes.searchsorted(digest))
+        if position < len(self._hashes) and self._hashes[position] == digest:
+            place = int(self._places[position])
+        else:
+            place = self._latest.setdefault(digest, (len(self._file_names) - 1) << PLACE_BITS | record_number)
+            if len(self._latest) == MAX_LATEST:
+                self._sort_latest()
+        return self._file_names[place >> PLACE_BITS], place & (1 << PLACE_BITS) - 1
+
+    def _sort_latest(self) -> None:
+        new_hashes = np.array(list(self._latest), "S16")
+        order = new_hashes.argsort()
+        positions = self._hashes.searchsorted(new_hashes[order])
+        new_places = np.fromiter(self._latest.values(), np.int64, len(order))
+        self._places = np.insert(self._places, positions, new_places[order])
+        self._hashes = np.insert(self._hashes, positions, new_hashes[order])
+        self._latest.clear()
+        count = len(self._hashes)
+        if count >= WARNED_COUNT > count - len(order):
+            print(
+                f"{count:,} ids so far take {48 * count / 1e9:.1f} GB of memory; --duplicate-ids keep needs"
+                " none, and --part divides them",
+                file=sys.stderr,
+            )
 
 
 def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> DataReport:
@@ -191,8 +241,7 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
                 )
             conversion = {"plan": output_facts, "shards": shard_records}
             (partial_dir / "report.json").write_text(json.dumps(report.as_json(), indent=2) + "\n")
-            conversion_path = partial_dir / METADATA_DIR / CONVERSION_FILE
-            conversion_path.write_text(json.dumps(conversion, indent=2) + "\n")
+            (partial_dir / METADATA_DIR / CONVERSION_FILE).write_text(json.dumps(conversion, indent=2) + "\n")
     except (OSError, sqlite3.Error) as error:  # Energon's index is a database
         if isinstance(error, OSError) and error.errno in DISK_REMEDIES:
             error.filename = error.filename or str(options.dataset_dir)  # a write to a full disk names none
@@ -230,7 +279,6 @@ def _check_other_parts(options: ConversionOptions, output_facts: dict[str, Any])
 
 
 def first_refusal(dataset_dir: Path) -> str:
-    """The first record that a conversion refused, and why."""
     with (dataset_dir / QUARANTINE_FILE).open(encoding="utf-8") as lines:
         entry = json.loads(next(lines))
     return f"record {entry['record']}, {entry['reason']}: {entry['detail']}"

@@ -17,9 +17,15 @@ from typing import Any
 
 from megatron_vl.data.source.dataset_description import METADATA_DIR
 
-from .exact_json import unique_keys
-from .records import COMPRESSION_SUFFIXES, ConvertError, read_records
-from .tables import HEADED_SUFFIXES, TABLE_SUFFIXES, column_names
+from .records import (
+    COMPRESSION_SUFFIXES,
+    HEADED_SUFFIXES,
+    TABLE_SUFFIXES,
+    ConvertError,
+    column_names,
+    read_records,
+    unique_keys,
+)
 
 TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson")
 INDEX_FILE = "dataset_info.json"
@@ -62,10 +68,8 @@ ONE_KIND = "give one of its files or folders, or several with `megatron-vl data 
 COLUMN_FIELDS = {"user": "instruction", "assistant": "output", "image": "images", "video": "videos"} | {
     name: name for name in ("images", "videos", "system", "tools", "id", "caption", "text")
 }
-"""Our field for each entry of ``--columns``."""
 TRAINED_FIELDS = ("output", "caption", "text")
 MAX_SHOWN_NAMES = 300
-"""Characters of the names of fields that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,6 @@ class InputFile:
     role_tags: dict[str, str] = field(default_factory=dict)
 
     def rename_fields(self, record: Any) -> Any:
-        """A record with our names of fields, keys and roles."""
         if not isinstance(record, dict):
             return record
         if self.field_by_column:
@@ -258,12 +261,11 @@ def record_files(folder: Path) -> Iterator[Path]:
 
 def _refuse_outside(input_dir: Path, file_paths: list[Path]) -> None:
     """Raises ConvertError if a file, with links followed, is not inside its folder, or is a named pipe."""
-    allowed_dir = input_dir.resolve()
-    for parent_dir in (allowed_dir, *allowed_dir.parents):
-        # The files of a hub's cache are links to its folder of blobs.
-        if parent_dir.parent.name == "snapshots" and (parent_dir.parents[1] / "blobs").is_dir():
-            allowed_dir = parent_dir.parents[1]
-            break
+    real_dir = input_dir.resolve()
+    # The files of a hub's cache are links to its folder of blobs.
+    snapshots = [path for path in (real_dir, *real_dir.parents) if path.parent.name == "snapshots"]
+    hub_dirs = (path.parents[1] for path in snapshots if (path.parents[1] / "blobs").is_dir())
+    allowed_dir = next(hub_dirs, real_dir)
     for file_path in file_paths:
         if not file_path.resolve().is_relative_to(allowed_dir):
             raise ConvertError(

@@ -22,7 +22,6 @@ from .formats.medium_limits import FrameSequence
 BASE64_IMAGE_PREFIXES = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")
 """How JPEG, PNG, GIF and WebP begin in base64."""
 MAX_SHOWN = 200
-"""Characters of a reference that a message shows."""
 MISSING = "medium missing"
 ASSUMED_FPS = 2.0
 """Frames a second of a video that is given as images, if its record does not say: as in qwen-vl-utils and
@@ -72,8 +71,7 @@ def _resolve_in(folder: Path, reference: str, roots: MediaRoots) -> Path:
         media_path = named_path if roots.follow_links else (folder / reference).resolve()
         # "../images/1.png" may lead from one of the folders into another.
         if not any(map(media_path.is_relative_to, roots.folders)):
-            is_link = any(map(named_path.is_relative_to, roots.folders))
-            if is_link:
+            if any(map(named_path.is_relative_to, roots.folders)):
                 detail = (
                     f"{shown} leads to {media_path}, outside the media root; --follow-links allows such links"
                 )
@@ -163,7 +161,6 @@ def _read_frames(frame_sequence: FrameSequence, roots: MediaRoots) -> bytes:
 
     def read_images() -> Iterator[tuple[str, bytes]]:
         for image in frame_sequence.images:
-            file_name = "" if is_embedded(image) else PurePosixPath(image).name
-            yield file_name, read_media(image, roots)
+            yield "" if is_embedded(image) else PurePosixPath(image).name, read_media(image, roots)
 
     return pack_frames(read_images(), frame_file_info)

@@ -1,12 +1,16 @@
-"""Reads files of records as a stream: a JSON array, JSON lines (both also as .gz or .zst), Parquet, and
-Arrow.
+"""Reads files of records as a stream: a JSON array, JSON lines (both also as .gz or .zst), or a table.
 
-No file is in memory as a whole.
+No file is in memory as a whole. What Python's JSON parser would change without a word is refused.
+
+In a table, a column of images is a structure of ``bytes`` and ``path``, as ``datasets`` writes it, or bytes.
+Tables fill the fields that a structure lacks with null, so null fields are left out, at every depth: a tool
+call would otherwise get the arguments of all others, with null in them.
 """
 
 from __future__ import annotations
 
 import codecs
+import csv
 import gzip
 import io
 import json
@@ -15,23 +19,40 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TextIO
 
+from megatron_vl.data.sample.written_numbers import read_number
 from megatron_vl.system.errors import UserError
 
-from . import tables
-from .exact_json import EXACT_DECODER, DuplicateKeyError
-
+EXACT_DIGITS = 15
+"""A decimal number of so many digits is the same after it was a float."""
 CHUNK_BYTES = 1 << 20
 COMPRESSION_SUFFIXES = (".gz", ".zst")
 WHITE_SPACE = re.compile(r"[ \t\r\n]*")
 MAX_RECORD_BYTES = 1 << 30
 INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
 """Finds the end of a record that is refused for its keys, or for an integer that Python does not read."""
+HEADED_SUFFIXES = (".parquet", ".csv", ".tsv")
+"""Tables of which :func:`column_names` reads the columns alone."""
+TABLE_SUFFIXES = (".parquet", ".arrow", ".csv", ".tsv")
+MAX_BATCH_BYTES = 32 << 20
+MAX_BATCH_ROWS = 64
 MAX_NESTING = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
+
+
+class DuplicateKeyError(UserError, ValueError):
+    """A JSON object has a key twice. Python would keep the last value without a word."""
+
+
+class RoundedNumber(float):
+    """A number with another value than was written, for instance 0 for 1e-400.
+
+    It is refused only where it would be written again, as in the arguments of a call.
+    """
 
 
 class ConvertError(UserError, ValueError):
@@ -42,8 +63,31 @@ class UnreadableRecord(NamedTuple):
     """Takes the place of a record that cannot be read."""
 
     reason: str
-    """The heading under which it is counted."""
     detail: str
+
+
+def _read_float(number_text: str) -> float:
+    number = read_number(number_text)
+    if len(number_text) <= EXACT_DIGITS and "e" not in number_text and "E" not in number_text:
+        return number
+    try:
+        is_exact = Decimal(number_text) == Decimal(repr(float(number)))
+    except ArithmeticError:  # an exponent that even Decimal does not read
+        is_exact = False
+    return number if is_exact else RoundedNumber(number)
+
+
+def unique_keys(key_value_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON parser (``object_pairs_hook``). Raises DuplicateKeyError."""
+    json_object = dict(key_value_pairs)
+    if len(json_object) < len(key_value_pairs):
+        keys = [key for key, _ in key_value_pairs]
+        repeated_key = next(key for key in json_object if keys.count(key) > 1)
+        raise DuplicateKeyError(f"the key {repeated_key[:100]!r} occurs twice in one object")
+    return json_object
+
+
+EXACT_DECODER = json.JSONDecoder(parse_float=_read_float, object_pairs_hook=unique_keys)
 
 
 def read_records(
@@ -66,14 +110,14 @@ def read_records(
         ConvertError: a JSON array or a table is broken (the start of its next record is unknown), or the file
             is empty.
     """
-    if records_path.suffix in tables.TABLE_SUFFIXES:
+    if records_path.suffix in TABLE_SUFFIXES:
         try:
-            yield from tables.read_rows(records_path, on_bytes, is_wanted)
+            yield from read_rows(records_path, on_bytes, is_wanted)
         except (ValueError, OSError) as error:
             raise ConvertError(f"{records_path} cannot be read: {error}") from error
         return
     is_compressed, inner_suffix = records_path.suffix in COMPRESSION_SUFFIXES, Path(records_path.stem).suffix
-    if is_compressed and inner_suffix in tables.TABLE_SUFFIXES:
+    if is_compressed and inner_suffix in TABLE_SUFFIXES:
         raise ConvertError(f"{records_path} is a compressed table, which is not read; decompress it first")
 
     with _open_content(records_path) as (raw_file, content_file):
@@ -106,17 +150,14 @@ def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
             _decompressed(records_path, raw_file) as content_file,
         ):
             yield raw_file, content_file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ConvertError(f"{records_path} is damaged: {error}") from error
-    except OSError as error:
-        # pyarrow reports damaged zstd data as an OSError without a number.
-        if records_path.suffix != ".zst" or error.errno:
+    except (EOFError, OSError, zlib.error) as error:
+        # gzip and pyarrow report damaged data as an OSError without a number.
+        if isinstance(error, OSError) and error.errno:
             raise
         raise ConvertError(f"{records_path} is damaged: {error}") from error
 
 
 def _decompressed(records_path: Path, raw_file: IO[bytes]) -> Any:
-    """The content of a file that may be compressed, by its suffix."""
     if records_path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw_file)
     if records_path.suffix == ".zst":
@@ -277,3 +318,133 @@ class _ArrayText:
                     ) from error
             except ValueError as error:  # from here on, only the end of the record is looked for
                 json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _unreadable(error)
+
+
+# --- Tables -------------------------------------------------------------------------------------------------
+
+
+def read_rows(
+    table_path: Path, on_bytes: Callable[[int], None], is_wanted: Callable[[int, int], bool]
+) -> Iterator[tuple[int, Any]]:
+    """Yields (row number from 1, record).
+
+    Args:
+        on_bytes: receives the file's bytes, in proportion to its rows.
+        is_wanted: whether one of the rows from the first argument to before the second, counted from 0, is of
+            use. None may take the place of a record that is not.
+
+    Raises:
+        ValueError: the file is damaged (pyarrow's errors are such).
+    """
+    read_table = {".parquet": _read_parquet, ".arrow": _read_arrow}.get(table_path.suffix, _read_csv)
+    file_size = table_path.stat().st_size
+    row_number = reported_bytes = 0
+    for table_rows, total_rows in read_table(table_path, is_wanted):
+        row_number += len(table_rows)
+        bytes_done = file_size * row_number // max(total_rows, row_number, 1)
+        on_bytes(bytes_done - reported_bytes)
+        reported_bytes = bytes_done
+        yield from enumerate(table_rows, row_number - len(table_rows) + 1)
+
+
+def _read_parquet(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
+    """Yields (rows, number of rows in the file). Row groups without wanted rows are not read."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(table_path, buffer_size=1 << 20, pre_buffer=False) as parquet_file:
+        row_start = 0
+        for row_group in range(parquet_file.num_row_groups):
+            group_metadata = parquet_file.metadata.row_group(row_group)
+            num_rows = group_metadata.num_rows
+            if not is_wanted(row_start, row_start + num_rows):
+                yield [None] * num_rows, parquet_file.metadata.num_rows
+                row_start += num_rows
+                continue
+
+            rows_per_batch = _rows_per_batch(num_rows, group_metadata.total_byte_size)
+            for record_batch in parquet_file.iter_batches(
+                rows_per_batch, row_groups=[row_group], use_threads=False
+            ):
+                yield _batch_records(record_batch, row_start, is_wanted), parquet_file.metadata.num_rows
+                row_start += record_batch.num_rows
+
+
+def _read_arrow(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
+    """Yields (rows, 0): a stream does not say how many rows it has."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(table_path)) as memory_map:
+        try:
+            record_batches: Any = pa.ipc.open_stream(memory_map)
+        except pa.ArrowInvalid:
+            arrow_file = pa.ipc.open_file(memory_map)
+            record_batches = (arrow_file.get_batch(i) for i in range(arrow_file.num_record_batches))
+        row_start = 0
+        for record_batch in record_batches:
+            rows_per_batch = _rows_per_batch(record_batch.num_rows, record_batch.nbytes)
+            for i in range(0, record_batch.num_rows, rows_per_batch):
+                batch_slice = record_batch.slice(i, rows_per_batch)
+                yield _batch_records(batch_slice, row_start, is_wanted), 0
+                row_start += batch_slice.num_rows
+
+
+def column_names(table_path: Path) -> list[str]:
+    """The columns of a Parquet, CSV or TSV file. Raises ValueError as :func:`read_rows`."""
+    if table_path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        return list(pq.read_schema(table_path).names)
+    with table_path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as table_file:
+        return _read_header(table_path, table_file)[0]
+
+
+def _read_header(table_path: Path, table_file: TextIO) -> tuple[list[str], Any]:
+    csv.field_size_limit(MAX_BATCH_BYTES)
+    reader = csv.reader(table_file, delimiter="\t" if table_path.suffix == ".tsv" else ",", strict=True)
+    names = next(reader, [])
+    _check_utf8(names)
+    if len(names) == 1 and ";" in names[0]:
+        raise ValueError("the first line has semicolons and no comma; write the file with commas")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"the first line must name each column once, and is {names}")
+    return names, reader
+
+
+def _read_csv(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
+    """Yields (rows, 0). The first line names the columns; an empty field is a missing one."""
+    with table_path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as table_file:
+        names, reader = _read_header(table_path, table_file)
+        try:
+            for values in filter(None, reader):
+                _check_utf8(values)
+                if len(values) != len(names):
+                    raise ValueError(f"{len(values)} fields instead of {len(names)}")
+                yield [{name: text for name, text in zip(names, values, strict=True) if text}], 0
+        except (csv.Error, ValueError) as error:
+            raise ValueError(f"line {reader.line_num}: {error}") from error
+
+
+def _check_utf8(values: list[str]) -> None:
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it is not UTF-8; save the file as UTF-8") from error
+
+
+def _rows_per_batch(num_rows: int, num_bytes: int) -> int:
+    return max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES * num_rows // max(num_bytes, 1)))
+
+
+def _batch_records(record_batch: Any, row_start: int, is_wanted: Callable[[int, int], bool]) -> list[Any]:
+    if not is_wanted(row_start, row_start + record_batch.num_rows):
+        return [None] * record_batch.num_rows
+    return [_without_nulls(row) for row in record_batch.to_pylist()]
+
+
+def _without_nulls(field_value: Any) -> Any:
+    """A value without the null fields of its structures."""
+    if isinstance(field_value, dict):
+        return {name: _without_nulls(item) for name, item in field_value.items() if item is not None}
+    if isinstance(field_value, list):
+        return [_without_nulls(item) for item in field_value]
+    return field_value

@@ -81,7 +81,6 @@ class IndexResult:
     samples: int = 0
     unusable: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-    """How many samples are unusable for each reason."""
     media: int = 0
     bytes: int = 0
 
@@ -190,7 +189,6 @@ def _shard_places(dataset: DatasetDescription) -> dict[str, tuple[SampleSource, 
 def _measure_shards(
     dataset: DatasetDescription, encoder: RowEncoder, num_workers: int, partial_dir: Path
 ) -> None:
-    """Writes the sizes of all samples, in the order of the shards."""
     places_by_shard = _shard_places(dataset)
     places = list(places_by_shard.values())
     # Each process has one for each split: to make one takes as long as its split has shards.
@@ -213,8 +211,6 @@ def _measure_shards(
 
 
 class ShardSizes(NamedTuple):
-    """The sizes of the samples of a shard."""
-
     arrays: dict[str, NDArray[Any]]
     """One for each of :data:`ARRAY_DTYPES`. ``media_end``, ``limits_end`` and ``exchange_ends`` count from
     the beginning of the shard."""
@@ -279,12 +275,10 @@ class MeasuredSample(NamedTuple):
     """A sample's sizes. If it cannot be used, all but the reason is 0 or empty."""
 
     text_tokens: int = 0
-    """Number of tokens of its text."""
     assistant_turns: int = 0
     media: NDArray[np.void] = np.zeros(0, MEDIUM_DTYPE)
     unusable_reason: str = ""
     is_cut_document: bool = False
-    """Whether it is a document that may be cut."""
     text_before: NDArray[np.uint32] = np.zeros(0, np.uint32)
     """uint32 [media]: number of tokens of a document's text before each medium."""
     limits: Sequence[bytes] = ()

@@ -39,7 +39,6 @@ class SampleSource:
     dataset: DatasetDescription
     split: str
     share: float
-    """Share of the samples that training draws from it."""
 
     @cached_property
     def shard_names(self) -> list[str]:

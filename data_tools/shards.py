@@ -63,8 +63,6 @@ class StoredSample:
 
 @dataclass
 class WrittenShard:
-    """A written shard and its rows for the index."""
-
     name: str
     num_samples: int
     size_bytes: int
@@ -133,12 +131,12 @@ def _sample_json(
         if not isinstance(message["content"], str):
             message = {**message, "content": [named_part(part) for part in message["content"]]}
         sample["messages"].append(message)
-    if conversation.tool_definitions:
-        sample["tools"] = conversation.tool_definitions
-    if conversation.objects:
-        sample["objects"] = conversation.objects
-    if conversation.template_arguments:
-        sample["chat_template_kwargs"] = conversation.template_arguments
+    own_fields = {
+        "tools": conversation.tool_definitions,
+        "objects": conversation.objects,
+        "chat_template_kwargs": conversation.template_arguments,
+    }
+    sample |= {name: value for name, value in own_fields.items() if value}
     sample["media"] = [
         info.loader_record(key) | ({"limits": limits} if limits else {})
         for key, info, limits in zip(suffixed_keys, media_infos, conversation.media_limits, strict=True)
@@ -197,7 +195,6 @@ class ShardWriter:
         self.pending_shards: deque[Future[WrittenShard]] = deque()
 
     def add_sample(self, sample: StoredSample, spool_file: BinaryIO) -> None:
-        """Puts the next sample of the input into its split."""
         # A sample goes to val when the number of val samples that are due passes the next integer.
         samples_seen = sum(self.num_samples.values())
         val_before = int(samples_seen * self.val_fraction + 1e-9)

@@ -31,21 +31,17 @@ from .sample_sources import SampleSource, read_sources
 
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 SAMPLE_QUANTITIES = ("tokens", "patches", "images", "videos")
-"""What is known of each sample."""
 
 IntegerArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class SourceSizes:
-    """The sizes of all samples of one source."""
-
     source: SampleSource
     sizes: dict[str, IntegerArray]
     """Quantity of :data:`SAMPLE_QUANTITIES` -> int64 [n], in the order of the source. A sample that cannot be
     used has no tokens."""
     assistant_turns: int
-    """The assistant's turns in all samples."""
     left_out_masks: dict[str, NDArray[np.bool_]]
     """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
     left_out: Counter[str]
@@ -58,7 +54,6 @@ class SourceSizes:
 
     @cached_property
     def usable_mask(self) -> NDArray[np.bool_]:
-        """bool [n]: the samples that a run reads."""
         return ~np.logical_or.reduce(list(self.left_out_masks.values()))
 
     @property
@@ -67,14 +62,11 @@ class SourceSizes:
 
     @property
     def num_parts(self) -> int:
-        """Number of parts of all samples that are cut."""
         return sum(map(len, self.cut_samples.values()))
 
 
 @dataclass(frozen=True)
 class DatasetStatistics:
-    """The sizes of all samples of a split."""
-
     data_config: DataConfig
     sources: list[SourceSizes]
 
@@ -87,26 +79,27 @@ class DatasetStatistics:
         return sum(source_sizes.num_usable for source_sizes in self.sources)
 
     def left_out_reasons(self) -> Counter[str]:
-        """How many samples a run leaves out, by reason."""
         return sum((source_sizes.left_out for source_sizes in self.sources), Counter())
 
     def token_counts(self) -> dict[str, Any]:
         """The tokens that each rule keeps or leaves out, over all sources."""
-        cut = {"samples": 0, "parts": 0, "tokens": 0, "lost_exchanges": 0, "lost_tokens": 0}
+        parts = [sizes for each in self.sources for sizes in each.cut_samples.values()]
+        lost = [tokens for each in self.sources for tokens in each.lost_exchanges]
+        cut = {
+            "samples": len(parts),
+            "parts": sum(map(len, parts)),
+            "tokens": sum(int(sizes[:, 0].sum()) for sizes in parts),
+            "lost_exchanges": len(lost),
+            "lost_tokens": sum(lost),
+        }
         left_out_tokens: Counter[str] = Counter()
         for each in self.sources:
-            cut["samples"] += len(each.cut_samples)
-            cut["parts"] += each.num_parts
-            cut["tokens"] += sum(int(sizes[:, 0].sum()) for sizes in each.cut_samples.values())
-            cut["lost_exchanges"] += len(each.lost_exchanges)
-            cut["lost_tokens"] += sum(each.lost_exchanges)
             for reason, mask in each.left_out_masks.items():
                 left_out_tokens[reason] += int(each.sizes["tokens"][mask].sum())
         whole_tokens = sum(int(each.sizes["tokens"][each.usable_mask].sum()) for each in self.sources)
         return {"whole": whole_tokens - cut["tokens"], "cut": cut, "left_out": dict(+left_out_tokens)}
 
     def check_usable(self) -> None:
-        """Raises LoaderError if no sample can be used."""
         if not self.num_usable:
             refusals = BadSampleMeter(1.0)
             longest = max(int(each.sizes["tokens"].max(initial=0)) for each in self.sources)
@@ -145,8 +138,7 @@ class DatasetStatistics:
             for name, limit in limits.items():
                 size = each.sizes[name][each.usable_mask].sum() / limit
                 rows_by_limit[name] += draws * (size if self.data_config.pack else rows_alone)
-        rows = math.ceil(max(rows_by_limit.values()) - 1e-6)
-        return {"rows": rows, "global_batch_size": global_batch_size}
+        return {"rows": math.ceil(max(rows_by_limit.values()) - 1e-6), "global_batch_size": global_batch_size}
 
 
 def count_statistics(encoder: RowEncoder, hf_dir: str | Path, split: str = "train") -> DatasetStatistics:

@@ -54,8 +54,6 @@ MAX_TAIL_BYTES = 1 << 20
 
 @dataclass
 class TarReport:
-    """What an index found."""
-
     read_tars: int = 0
     """How many were read; the results of the others were there."""
     pairs: int = 0
@@ -65,8 +63,6 @@ class TarReport:
 
 @dataclass(frozen=True)
 class TarIndex:
-    """What is indexed, and how."""
-
     root: Location
     names: list[str]
     """Paths of the tars below ``root``."""

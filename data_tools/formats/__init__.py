@@ -4,7 +4,7 @@
 fields. Text stays as it is, including white space (except in ``qwen``). Nothing is guessed. A record is
 refused if its markers and media disagree, if its first turn is not the user's, if an answer has no text, or
 if it holds something that belongs to the task and cannot be shown to the model: boxes without markers,
-preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys that nothing reads are listed in
+preferences, audio (:mod:`.conversation` says what counts as audio). Keys that nothing reads are listed in
 :attr:`Conversation.ignored_keys`.
 """
 
@@ -22,22 +22,24 @@ from megatron_vl.data.sample.conversation_checks import (
 )
 
 from ..input_files import MAX_SHOWN_NAMES
-from . import alpaca, documents, turn_lists, turn_pairs
-from .alpaca import ANSWER_FIELDS, QUESTION_FIELDS
+from . import conversation_formats, documents
 from .conversation import (
+    RECORD_WEIGHT_KEYS,
     Conversation,
     Message,
     RecordError,
     add_system,
+    apply_record_weight,
     check_answers,
     check_loss_weights,
     check_role_order,
     count_media,
     cut_unfinished_turns,
+    read_loss_weight,
     record_identity,
     refuse_listed_audio,
 )
-from .loss_weights import RECORD_WEIGHT_KEYS, apply_record_weight, read_loss_weight
+from .conversation_formats import ANSWER_FIELDS, QUESTION_FIELDS
 from .objects import ObjectReader
 from .record_reader import (
     BOX_KEYS,
@@ -57,8 +59,13 @@ __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conv
 FORMATS: dict[str, RecordFormat] = {
     record_format.name: record_format
     for record_format in (
-        *(turn_lists.OPENAI, turn_lists.QWEN, turn_lists.SHAREGPT, turn_pairs.FORMAT, turn_lists.TRL),
-        *(alpaca.FORMAT, *documents.FORMATS),
+        *(
+            conversation_formats.OPENAI,
+            conversation_formats.QWEN,
+            conversation_formats.SHAREGPT,
+            conversation_formats.PAIRS,
+        ),
+        *(conversation_formats.TRL, conversation_formats.ALPACA, *documents.FORMATS),
     )
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
@@ -109,8 +116,7 @@ def read_conversation(
         _refuse_unsupervised_fields(record)
     reader = RecordReader(record, record_format)
     messages = record_format.read_messages(record, reader)
-    is_document = messages[0]["role"] == "document"
-    if caption_prompt and is_document:
+    if caption_prompt and messages[0]["role"] == "document":
         messages = documents.answer_prompt(record, messages, caption_prompt)
     # Media are known to belong to their markers only after all turns are read.
     if missing_markers == "first":
@@ -143,7 +149,6 @@ def read_conversation(
         check_control_tokens(messages, tools)
     except ChatError as error:
         raise RecordError(error.reason, str(error), record_format.turns_field) from error
-    objects = object_reader.take_objects(messages)
     return Conversation(
         messages,
         reader.media_references[:num_media],
@@ -154,7 +159,7 @@ def read_conversation(
         read_template_arguments(record),
         reader.media_limits[:num_media],
         len(unfinished),
-        objects=objects,
+        objects=object_reader.take_objects(messages),
         unsaid_boxes=object_reader.unsaid_boxes,
     )
 

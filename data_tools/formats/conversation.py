@@ -4,17 +4,20 @@ Messages are those of ``transformers``: ``role`` (system, user, assistant, tool)
 string, or a list of parts of type text, image and video if it has media. An assistant's message may also
 have ``reasoning_content`` (text), ``tool_calls`` (``{"type": "function", "function": {"name", "arguments"}}``
 with an object of arguments) and ``loss_weight`` (a float; without it the weight is 1).
+
+A turn's weight is spelled ``loss_weight``, ``weight`` (OpenAI, OpenChat), ``loss`` (ms-swift: false, true or
+a number), ``loss_scale``, or ``train`` (Axolotl: false or true). A record's weight is ``loss_weight``,
+``sample_weight`` or ``weight``; it multiplies those of its turns.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_vl.data.sample.conversation_checks import find_special_token
 from megatron_vl.data.sample.medium import UnusableError
-
-from .. import audio
 
 Message = dict[str, Any]
 
@@ -52,7 +55,6 @@ class Conversation:
     tool_definitions: list[dict[str, Any]] = field(default_factory=list)
     """The functions that the assistant may call, as the chat template takes them."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
-    """The record's ``chat_template_kwargs``."""
     media_limits: list[dict[str, Any]] = field(default_factory=list)
     """The own limits of each medium, such as ``max_pixels``; empty if it has none."""
     unfinished_turns: int = 0
@@ -70,12 +72,10 @@ class Conversation:
     def answer_media(self) -> int:
         """Number of images and videos in the assistant's turns. The model sees them but is not trained on
         them."""
-        answers = [message for message in self.messages if message["role"] == "assistant"]
-        return sum(map(count_media, answers))
+        return sum(count_media(message) for message in self.messages if message["role"] == "assistant")
 
 
 def count_media(message: Message) -> int:
-    """Number of images and videos in a message."""
     content = message["content"]
     return 0 if isinstance(content, str) else sum(part["type"] != "text" for part in content)
 
@@ -171,8 +171,7 @@ def check_answers(messages: list[Message], turns_field: str) -> None:
     for i, message in enumerate(messages):
         content = message["content"]
         text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
-        is_empty = not text.strip() and not message.get("tool_calls")
-        if message["role"] == "assistant" and is_empty:
+        if message["role"] == "assistant" and not text.strip() and not message.get("tool_calls"):
             detail = f"the assistant's turn {i + 1} holds no text to train on"
             raise RecordError("empty answer", detail, f"{turns_field}[{i}]")
 
@@ -184,30 +183,6 @@ def check_loss_weights(messages: list[Message], turns_field: str) -> None:
         raise RecordError("no loss", "every assistant turn has the loss weight 0", turns_field)
 
 
-def refuse_listed_audio(json_object: dict[str, Any], field_prefix: str) -> None:
-    """Raises RecordError if a record, turn or content part holds a sound.
-
-    Args:
-        field_prefix: prefix of its field names in messages.
-    """
-    key = audio.find_audio_field(json_object)
-    if key is not None:
-        raise unsupported_audio_error(f"{key!r}, {shorten_value(json_object[key])},", f"{field_prefix}{key}")
-
-
-def refuse_audio_in(text: str, field_path: str) -> None:
-    """Raises RecordError if :func:`data_tools.audio.find_audio_placeholder` finds a placeholder."""
-    placeholder_text = audio.find_audio_placeholder(text)
-    if placeholder_text is not None:
-        advice = "; if the text is about the tag, write it as code (`<audio>`)"
-        raise unsupported_audio_error(shorten_value(placeholder_text), field_path, advice)
-
-
-def unsupported_audio_error(audio_text: str, field_path: str, advice: str = "") -> RecordError:
-    detail = f"{audio_text} stands for audio, which the models cannot hear{advice}"
-    return RecordError("audio not supported", detail, field_path)
-
-
 def checked_text(text_value: Any, field_path: str) -> str:
     """A text without placeholders or control tokens. Raises RecordError if it is something else."""
     if not isinstance(text_value, str):
@@ -216,10 +191,138 @@ def checked_text(text_value: Any, field_path: str) -> str:
         )
     if special_token := find_special_token(text_value):
         raise RecordError(*special_token, field_path)
-    if audio_token := audio.AUDIO_TOKEN.search(text_value):
+    if audio_token := AUDIO_TOKEN.search(text_value):
         raise unsupported_audio_error(audio_token[0], field_path)
     try:
         text_value.encode()
     except UnicodeEncodeError as error:
         raise RecordError("bad text", f"the text is not valid Unicode: {error.reason}", field_path) from error
     return text_value
+
+
+# --- Audio --------------------------------------------------------------------------------------------------
+
+# No Qwen-VL model can hear, and a record with audio is useless without it: the model would learn to guess the
+# answer, and a placeholder would be trained on as text. Sounds are listed beside the conversation or a turn
+# (audios of LLaMA-Factory and ms-swift, audio of OpenAI's answers and of Hugging Face's data sets), are
+# content parts (input_audio of OpenAI, audio of transformers' processors, audio_url of vLLM), or have a
+# placeholder in the text. <audio> is also HTML. It counts as a placeholder where placeholders stand, at the
+# beginning or the end of a line, and is text within a sentence and as code (in backticks). Answers are never
+# searched.
+
+AUDIO_KEYS = ("audios", "audio", "audio_url", "input_audio", "audio_path", "audio_paths", "audio_file")
+"""Fields of records, turns and content parts that hold sounds."""
+CONTENT_KEYS = ("bytes", "path", "url", "array", "data", "id")
+"""Fields of a structure that hold a sound. Other fields, such as a rate or a format, do not show that there
+is one."""
+AUDIO_PART_TYPES = ("audio", "audio_url", "input_audio")
+AUDIO_TOKEN = re.compile(r"<\|audio(?:_pad|_\d{1,4})?\|>", re.IGNORECASE)
+"""Placeholder for a sound or its features in Qwen2-Audio, Qwen2.5-Omni, Qwen3-Omni and Phi-4."""
+AUDIO_PLACEHOLDER = re.compile(
+    r"^[ \t]*<audio>|</?audio>[ \t]*$|<audio_?\d{1,4}>", re.IGNORECASE | re.MULTILINE
+)
+CODE_SPAN = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
+
+
+def refuse_listed_audio(json_object: dict[str, Any], field_prefix: str) -> None:
+    """Raises RecordError if a record, turn or content part holds a sound.
+
+    Args:
+        field_prefix: prefix of its field names in messages.
+    """
+    for key in AUDIO_KEYS:
+        # Some tables count sounds: 0 is none. In a list, it is silence.
+        if not _is_empty_value(value := json_object.get(key)) and value != 0:
+            raise unsupported_audio_error(f"{key!r}, {shorten_value(value)},", f"{field_prefix}{key}")
+
+
+def _is_empty_value(field_value: Any) -> bool:
+    """Exported tables fill columns and structures with empty values; a flag is not a sound."""
+    if isinstance(field_value, dict):
+        content_values = [field_value[key] for key in CONTENT_KEYS if key in field_value]
+        return all(map(_is_empty_value, content_values or field_value.values()))
+    if isinstance(field_value, list):
+        return all(map(_is_empty_value, field_value))
+    return field_value is None or field_value == "" or isinstance(field_value, bool)
+
+
+def refuse_audio_in(text: str, field_path: str) -> None:
+    """Raises RecordError if a user's text or a system prompt has the placeholder of a sound."""
+    # Code is replaced by a word, so that the text around it still counts as one sentence.
+    match = AUDIO_PLACEHOLDER.search(CODE_SPAN.sub("code", text)) if "audio" in text.lower() else None
+    if match:
+        advice = "; if the text is about the tag, write it as code (`<audio>`)"
+        raise unsupported_audio_error(shorten_value(match[0].strip()), field_path, advice)
+
+
+def unsupported_audio_error(audio_text: str, field_path: str, advice: str = "") -> RecordError:
+    detail = f"{audio_text} stands for audio, which the models cannot hear{advice}"
+    return RecordError("audio not supported", detail, field_path)
+
+
+# --- Loss weights -------------------------------------------------------------------------------------------
+
+
+TURN_WEIGHT_KEYS = ("loss_weight", "weight", "loss", "loss_scale", "train")
+RECORD_WEIGHT_KEYS = ("loss_weight", "sample_weight", "weight")
+MAX_LOSS_WEIGHT = 1e4
+"""A larger weight is a mistake rather than an intention: one sample would outweigh all others of a step."""
+
+
+def read_loss_weight(
+    json_object: dict[str, Any], weight_keys: tuple[str, ...], field_prefix: str
+) -> tuple[float, str] | None:
+    """The weight of a turn or record and the field that gives it; None if no field does.
+
+    Raises:
+        RecordError: it is not a number from 0 to 10000, or two fields differ.
+    """
+    weight: tuple[float, str] | None = None
+    for weight_key in weight_keys:
+        weight_value = json_object.get(weight_key)
+        if weight_value is None or weight_value == "":
+            continue
+        field_path = f"{field_prefix}{weight_key}"
+        # Not a number is not between them either.
+        if not isinstance(weight_value, int | float) or not 0 <= weight_value <= MAX_LOSS_WEIGHT:
+            detail = (
+                f"{shorten_value(weight_value)} is no loss weight; valid: "
+                f"a number from 0 to {MAX_LOSS_WEIGHT:g}, true or false"
+            )
+            raise RecordError("bad loss weight", detail, field_path)
+        if weight is not None and weight[0] != float(weight_value):
+            detail = f"{weight[1]} is {weight[0]:g}, but {field_path} is {shorten_value(weight_value)}"
+            raise RecordError("bad loss weight", detail, field_path)
+        weight = weight or (float(weight_value), field_path)
+    return weight
+
+
+def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str) -> None:
+    """Sets the weight of an assistant's message.
+
+    Raises:
+        RecordError: a turn that is not the assistant's has a weight above 0; only answers are trained on.
+    """
+    weight = read_loss_weight(turn, TURN_WEIGHT_KEYS, field_prefix)
+    if weight is None:
+        return
+    if message["role"] != "assistant":
+        # True and 1 are what tools write into every turn; other numbers were chosen for this one.
+        if weight[0] not in (0.0, 1.0):
+            detail = (
+                f"the {message['role']}'s turn has the loss weight {weight[0]:g}, "
+                "but only answers are trained on"
+            )
+            raise RecordError("loss on a prompt", detail, weight[1])
+        return
+    if weight[0] != 1:
+        message["loss_weight"] = weight[0]
+
+
+def apply_record_weight(record: dict[str, Any], messages: list[Message]) -> None:
+    record_weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "")
+    if record_weight is None or record_weight[0] == 1:
+        return
+    for message in messages:
+        if message["role"] == "assistant":
+            message["loss_weight"] = record_weight[0] * message.get("loss_weight", 1.0)

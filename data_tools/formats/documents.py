@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .alpaca import filled_field
 from .conversation import Message, RecordError, checked_text, join_text_parts, shorten_value
+from .conversation_formats import filled_field
 from .record_reader import EMPTY_VALUES, MEDIA_KINDS, MEDIA_MARKER, RecordFormat, RecordReader
 
 TEXT_FIELDS = ("text", "caption")

@@ -35,7 +35,6 @@ class FrameSequence:
     """Images a second; None: the record does not say."""
 
     def __str__(self) -> str:
-        """How messages name it."""
         first, others = describe_reference(self.images[0]), len(self.images) - 1
         return f"{first} and {others} more" if others else first
 
@@ -72,10 +71,9 @@ def read_medium_limits(
         RecordError: a limit has no possible value, or two contradict each other.
     """
     is_list = isinstance(medium, FrameSequence)
-    names = AREA_LIMITS + (FRAME_LIMITS if media_kind == "video" and not is_list else ())
     limits: dict[str, Any] = {
         name: _read_number(name, json_object[name], f"{key_prefix}{name}")
-        for name in names
+        for name in AREA_LIMITS + (FRAME_LIMITS if media_kind == "video" and not is_list else ())
         if json_object.get(name) not in (None, "")
     }
     read_keys = [*limits]

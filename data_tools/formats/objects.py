@@ -128,8 +128,7 @@ class ObjectReader:
         numbers: Any = re.sub(rf"[\[\]()]|{_SPACE}", "", match["list"] or match["pairs"] or "").split(",")
         with suppress(ValueError):
             numbers = list(map(float, numbers))
-        is_added = self._add_written(numbers, match["name"] or "")
-        return f"{match['key'] or ''}<bbox>" if is_added else match[0]
+        return f"{match['key'] or ''}<bbox>" if self._add_written(numbers, match["name"] or "") else match[0]
 
     def _add_written(self, box: Any, key: str) -> bool:
         """Adds a box that is written in a text. Returns whether its frame of reference is known."""

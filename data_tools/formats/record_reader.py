@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .. import audio
 from . import tool_calls
 from .conversation import (
+    AUDIO_PART_TYPES,
+    RECORD_WEIGHT_KEYS,
+    TURN_WEIGHT_KEYS,
     Message,
     RecordError,
+    apply_turn_weight,
     checked_text,
     join_text_parts,
     refuse_audio_in,
@@ -23,7 +26,6 @@ from .conversation import (
     shorten_value,
     unsupported_audio_error,
 )
-from .loss_weights import RECORD_WEIGHT_KEYS, TURN_WEIGHT_KEYS, apply_turn_weight
 from .medium_limits import FrameSequence, read_frame_rate, read_medium_limits
 
 ROLE_SPELLINGS = {
@@ -80,11 +82,6 @@ def listed_turns(record: dict[str, Any], turns_field: str) -> list[Any]:
     return turns
 
 
-def read_listed_turns(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    """Reads the list of turns in the format's field."""
-    return reader.read_turns(listed_turns(record, reader.turns_field))
-
-
 @dataclass(frozen=True)
 class RecordFormat:
     """One way to write a conversation.
@@ -96,25 +93,25 @@ class RecordFormat:
     turns_field: str
     """The field with the turns, or the one that says that there is a conversation."""
     matches_record: Callable[[dict[str, Any]], bool]
-    read_messages: Callable[[dict[str, Any], RecordReader], list[Message]] = read_listed_turns
+    read_messages: Callable[[dict[str, Any], RecordReader], list[Message]] = lambda record, reader: (
+        reader.read_turns(listed_turns(record, reader.turns_field))
+    )
     """Raises RecordError if the turns are something else."""
     read_fields: tuple[str, ...] = ()
     """Fields of the record that it reads, beside those of every format."""
     strip_user_text: bool = False
     """Whether white space around the user's texts, also between media, is removed."""
     media_folder_field: str = ""
-    """The field that holds the folder of the record's media."""
     is_document: bool = False
     """Whether the records are documents, which are read into one message of the role ``document``."""
     own_media_fields: tuple[str, ...] = ()
-    """Fields whose media the format places itself."""
 
 
 class RecordReader:
     """Reads the turns of one record."""
 
     def __init__(self, record: dict[str, Any], record_format: RecordFormat) -> None:
-        self.turns_field = record_format.turns_field
+        self.turns_field: str = record_format.turns_field
         self.strip_user_text = record_format.strip_user_text
         folder_field = record_format.media_folder_field
         self.media_folder = (record.get(folder_field) if folder_field else "") or ""
@@ -124,12 +121,15 @@ class RecordReader:
         self.ignored_keys: list[tuple[str, str]] = []
         self.frame_rate_keys: set[str] = set()
         """Keys of the record that give the frame rate of a video."""
-        self.unplaced_media: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {}
-        for kind in MEDIA_KINDS:
-            names = [name for name in (kind, f"{kind}s") if name not in record_format.own_media_fields]
-            self.unplaced_media[kind] = [
-                one for name in names for one in self.listed_references(record, name)
+        self.unplaced_media: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
+            kind: [
+                one
+                for name in (kind, f"{kind}s")
+                if name not in record_format.own_media_fields
+                for one in self.listed_references(record, name)
             ]
+            for kind in MEDIA_KINDS
+        }
 
         # The record's own keys come first, but which of them have an effect is known only now.
         read_keys = (*COMMON_FIELDS, *RECORD_WEIGHT_KEYS, self.turns_field, *record_format.read_fields)
@@ -199,7 +199,6 @@ class RecordReader:
         return self.reference_in_folder(media_value, field_path), None
 
     def reference_in_folder(self, media_value: Any, field_path: str) -> Any:
-        """The reference of a medium, in the record's folder."""
         reference = read_media_reference(media_value, field_path)
         if not self.media_folder or not isinstance(reference, str):
             return reference
@@ -270,7 +269,6 @@ class RecordReader:
         return message
 
     def read_answer(self, turn: dict[str, Any], content_field: str, field_path: str) -> Message:
-        """Reads an assistant's turn."""
         turn_calls = tool_calls.read_tool_calls(turn, f"{field_path}.")
         turn_content = turn.get(content_field)
         if turn_content is None and turn_calls:  # as OpenAI writes a turn of calls only
@@ -282,7 +280,6 @@ class RecordReader:
         return message
 
     def read_content(self, role: str, turn_content: Any, field_path: str) -> Message:
-        """Reads the content of a turn into a message."""
         message: Message = {"role": role, "content": ""}
         if role != "assistant":
             self.refuse_audio_content(turn_content, field_path)
@@ -297,7 +294,6 @@ class RecordReader:
         return message
 
     def add_turn_reasoning(self, message: Message, turn: dict[str, Any], field_path: str) -> None:
-        """Reads the reasoning in the turn's own fields."""
         for key in REASONING_KEYS:
             if turn.get(key) in EMPTY_VALUES:
                 continue
@@ -309,7 +305,6 @@ class RecordReader:
             message["reasoning_content"] = reasoning_text
 
     def refuse_audio_content(self, turn_content: Any, field_path: str) -> None:
-        """Refuses a turn whose text has a placeholder for a sound."""
         for item, text_path in _located_items(turn_content, field_path):
             if isinstance(item, dict):
                 item, text_path = item.get("text"), f"{text_path}.text"
@@ -344,7 +339,7 @@ class RecordReader:
         if isinstance(item, dict) and part_type is None:
             present_keys = [key for key in ("text", *MEDIA_KINDS) if item.get(key) not in EMPTY_VALUES]
             part_type = present_keys[0] if len(present_keys) == 1 else None
-        if part_type in audio.AUDIO_PART_TYPES:
+        if part_type in AUDIO_PART_TYPES:
             raise unsupported_audio_error(f"a content part of type {part_type!r}", field_path)
         if isinstance(item, dict):
             refuse_listed_audio(item, f"{field_path}.")
@@ -407,7 +402,6 @@ class RecordReader:
         return {"type": media_kind}
 
     def all_listed_media(self) -> list[dict[str, Any]]:
-        """A part for each listed medium."""
         return [
             self.next_listed_medium(kind) for kind in MEDIA_KINDS for _ in range(self.listed_counts[kind])
         ]

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vl.data.sample.conversation_checks import iterate_texts
 
-from ..exact_json import EXACT_DECODER, DuplicateKeyError, RoundedNumber
+from ..records import EXACT_DECODER, DuplicateKeyError, RoundedNumber
 from .conversation import Message, RecordError, checked_text, shorten_value
 
 NO_CALLS: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")

@@ -46,7 +46,6 @@ class Layout:
 
     @property
     def replica_ranks(self) -> int:
-        """Number of ranks of a data-parallel replica."""
         return self.tp * self.cp * self.pp
 
     @property
@@ -56,7 +55,6 @@ class Layout:
 
     @property
     def sharding(self) -> Sharding:
-        """The numbers of parts that the tensors of a stage are cut into."""
         return Sharding(self.tp, self.ep, self.etp, self.decoupled)
 
     def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
@@ -64,7 +62,6 @@ class Layout:
         return sum(self.layers_per_chunk[: vp_stage * self.pp + pp_rank])
 
     def chunk_layers(self, pp_rank: int, vp_stage: int = 0) -> range:
-        """Global numbers of the decoder layers of one chunk."""
         first_layer = self.first_layer(pp_rank, vp_stage)
         return range(first_layer, first_layer + self.layers_per_chunk[vp_stage * self.pp + pp_rank])
 

@@ -104,8 +104,6 @@ class MixedLora(LoraConfig):
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """The adapter of one released matrix."""
-
     hf_name: str
     """Module name in ``transformers`` 5, without ``.weight``."""
     rank: int
@@ -121,7 +119,6 @@ class FusedLora:
 
     base: TensorInfo
     kind: str
-    """One of :data:`ADAPTER_KINDS`."""
     parts: tuple[AdapterPart, ...]
     """One for each released matrix, in the order of the conversion rule's names."""
 
@@ -135,7 +132,6 @@ class FusedLora:
 
     @property
     def ranks(self) -> list[int]:
-        """The rank of each part."""
         return [part.rank for part in self.parts]
 
     def tensor_infos(self) -> tuple[TensorInfo, TensorInfo]:
@@ -155,7 +151,6 @@ class FusedLora:
 
 
 def is_lora_tensor(tensor_name: str) -> bool:
-    """Whether a canonical name is that of an adapter's factor."""
     return tensor_name.endswith((".adapter.lora_A.weight", ".adapter.lora_B.weight"))
 
 
@@ -201,8 +196,7 @@ def stored_lora(settings: Mapping[str, Any]) -> LoraConfig:
 
 def adapter_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     """All factors of a run's adapters by canonical name, in model order."""
-    adapters = fused_lora(spec, lora).values()
-    return {info.name: info for adapter in adapters for info in adapter.tensor_infos()}
+    return {info.name: info for adapter in fused_lora(spec, lora).values() for info in adapter.tensor_infos()}
 
 
 @functools.cache
@@ -246,12 +240,11 @@ def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     if not lora.rank:
         return tensor_table(spec)
     saved = saved_modules(spec, lora)
-    saved_infos = {
+    return adapter_table(spec, lora) | {
         name: info
         for name, info in tensor_table(spec).items()
         if name in saved or name.startswith(MTP_PREFIX)
     }
-    return adapter_table(spec, lora) | saved_infos
 
 
 @functools.cache
@@ -326,8 +319,7 @@ def row_runs(spec: ModelSpec, base: TensorInfo) -> list[tuple[int, int]]:
         return [(0, rows // 2), (1, rows // 2)]
     if base.parallel_style == "sections":
         # Queries, keys and values of linear attention are one released matrix.
-        qkv_rows = sum(base.section_rows[:3])
-        return [(0, qkv_rows), *enumerate(base.section_rows[3:], start=1)]
+        return [(0, sum(base.section_rows[:3])), *enumerate(base.section_rows[3:], start=1)]
 
     # For each key/value head: its queries (and their gates), the key and the value.
     language = spec.language
@@ -365,13 +357,12 @@ def _released_modules(spec: ModelSpec, base: TensorInfo) -> tuple[str, tuple[str
 
     mlp_names, merger_names = _vision_names(spec)
     if layer_match:
-        block_modules = {
+        suffixes = {
             "self_attention.linear_qkv": ("attn.qkv",),
             "self_attention.linear_proj": ("attn.proj",),
             "mlp.linear_fc1": mlp_names[:-1],
             "mlp.linear_fc2": mlp_names[-1:],
-        }
-        suffixes = block_modules.get(name[layer_match.end() :], ())
+        }.get(name[layer_match.end() :], ())
         return "vision", tuple(f"model.visual.blocks.{layer_match[1]}.{suffix}" for suffix in suffixes)
 
     merger, _, linear = name.removeprefix("vision_model.").rpartition(".")

@@ -61,11 +61,11 @@ def placeholder_runs(media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[Gr
     if not spec.vision.video_timestamps:
         return list(media_grids)
 
-    placeholder_grids = []
-    for grid in media_grids:
-        frame = dataclasses.replace(grid, t=1, timestamps=())
-        placeholder_grids += [frame] * (grid.t if grid.kind == "video" else 1)
-    return placeholder_grids
+    return [
+        frame
+        for grid in media_grids
+        for frame in [dataclasses.replace(grid, t=1, timestamps=())] * (grid.t if grid.kind == "video" else 1)
+    ]
 
 
 def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[int]:

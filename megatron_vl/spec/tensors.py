@@ -54,7 +54,6 @@ class Sharding(NamedTuple):
     """
 
     tp: int = 1
-    """Tensor parallel size."""
     ep: int = 1
     """Expert parallel size: it divides the experts into contiguous runs of whole experts."""
     etp: int = 1
@@ -103,7 +102,6 @@ class TensorInfo:
     In a stack, ``parallel_style`` says how expert tensor parallelism cuts each expert's matrix (dims 1 and
     2)."""
     section_rows: tuple[int, ...] = ()
-    """Number of rows of each section if ``parallel_style`` is ``sections``."""
 
     @property
     def single_expert(self) -> TensorInfo:
@@ -111,10 +109,8 @@ class TensorInfo:
         return dataclasses.replace(self, shape=self.shape[1:], num_experts=0)
 
     def shard_shape(self, sharding: Sharding) -> tuple[int, ...]:
-        """The shape of one part."""
         if self.num_experts:
-            expert_shape = self.single_expert.shard_shape(Sharding(sharding.etp))
-            return (self.num_experts // sharding.ep, *expert_shape)
+            return (self.num_experts // sharding.ep, *self.single_expert.shard_shape(Sharding(sharding.etp)))
         if self.parallel_style == "replicated":
             return self.shape
         shard_shape = list(self.shape)
@@ -342,7 +338,7 @@ def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
     # With more ranks than key/value heads, core cuts a head's weight and gathers the projected head.
     kv_heads = language_spec.num_kv_heads if tp_size % language_spec.num_kv_heads else 0
 
-    cut_sizes = {
+    for size_text, cut_size in {
         f"{language_spec.num_heads} attention heads of the language model": language_spec.num_heads,
         f"{language_spec.num_kv_heads} key/value heads of the language model": kv_heads,
         f"{linear_key_heads} key heads of linear attention": linear_key_heads,
@@ -353,8 +349,7 @@ def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
         f"the shared expert's FFN width {shared_ffn_size}": shared_ffn_size,
         f"the vocabulary of {language_spec.vocab_size} tokens": language_spec.vocab_size,
         f"the merger's width {merged_width}": merged_width,
-    }
-    for size_text, cut_size in cut_sizes.items():
+    }.items():
         if cut_size % tp_size:
             common_divisor = math.gcd(language_spec.num_heads, vision_spec.num_heads, linear_key_heads)
             valid_sizes = [size for size in (1, 2, 4, 8, 16) if common_divisor % size == 0]

@@ -232,16 +232,19 @@ def _check_entries(
     sharding = layout.sharding if layout else UNSHARDED
     file_by_shard = locate_shards(tensor_infos, layout, rank_entries)
     tensors_by_file = {entry["file"]: entry["tensors"] for entry in rank_entries}
-    manifest_tensors = {}
-    for tensor_name, tensor_info in tensor_infos.items():
-        shard_files = [file_by_shard[i, tensor_name] for i in range(sharding.num_shards(tensor_info))]
-        part_entries = [tensors_by_file[file_name][tensor_name] for file_name in shard_files]
-        manifest_tensors[tensor_name] = {
-            "dtype": _common_dtype(tensor_info, part_entries, sharding),
-            "shape": list(tensor_info.shape),
-            "split": tensor_info.parallel_style,
+
+    def part_entries(info: TensorInfo) -> list[dict[str, Any]]:
+        shards = range(sharding.num_shards(info))
+        return [tensors_by_file[file_by_shard[i, info.name]][info.name] for i in shards]
+
+    return {
+        name: {
+            "dtype": _common_dtype(info, part_entries(info), sharding),
+            "shape": list(info.shape),
+            "split": info.parallel_style,
         }
-    return manifest_tensors
+        for name, info in tensor_infos.items()
+    }
 
 
 def _common_dtype(tensor_info: TensorInfo, part_entries: Sequence[dict[str, Any]], sharding: Sharding) -> str:
@@ -258,8 +261,7 @@ def _common_dtype(tensor_info: TensorInfo, part_entries: Sequence[dict[str, Any]
     if len(dtypes) > 1:
         raise WeightsError(f"tensor {tensor_info.name!r} has different types on its ranks")
     # Each expert-parallel rank has other experts.
-    is_replicated = tensor_info.parallel_style == "replicated" and not tensor_info.num_experts
-    if is_replicated and len(digests) > 1:
+    if tensor_info.parallel_style == "replicated" and not tensor_info.num_experts and len(digests) > 1:
         warnings.warn(
             f"replicated tensor {tensor_info.name!r} differs between tensor ranks; rank 0's is used",
             stacklevel=4,

@@ -17,7 +17,6 @@ class MatrixBlock(NamedTuple):
     """A rectangle of ``rows`` x ``cols`` that a whole matrix and one of its parts have in common."""
 
     part_id: str | int
-    """The name or number of the part."""
     rows: int
     cols: int
     row: int = 0
@@ -145,17 +144,15 @@ def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBl
     expert_shard_rows = single_expert.shard_shape(Sharding(sharding.etp))[0]
     experts_per_rank = tensor_info.num_experts // sharding.ep
 
-    blocks = []
-    for expert_index in range(tensor_info.num_experts):
-        expert_rank, local_index = divmod(expert_index, experts_per_rank)
-        for block in shard_blocks(single_expert, Sharding(sharding.etp)):
-            blocks.append(
-                block._replace(
-                    part_id=expert_rank * sharding.etp + int(block.part_id),
-                    row=block.row + expert_index * expert_rows,
-                    part_row=block.part_row + local_index * expert_shard_rows,
-                )
-            )
+    blocks = [
+        block._replace(
+            part_id=expert // experts_per_rank * sharding.etp + int(block.part_id),
+            row=block.row + expert * expert_rows,
+            part_row=block.part_row + expert % experts_per_rank * expert_shard_rows,
+        )
+        for expert in range(tensor_info.num_experts)
+        for block in shard_blocks(single_expert, Sharding(sharding.etp))
+    ]
 
     joined_blocks: list[MatrixBlock] = []
     for block in sorted(blocks, key=lambda block: (block.part_id, block.part_row)):

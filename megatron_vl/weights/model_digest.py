@@ -73,8 +73,7 @@ def model_digest(source: CanonicalWeights, *, of_mtp: bool = False) -> str:
             continue
         digest.update(f"{tensor_name} {tensor_info.shape}".encode())
         for region in _sampled_regions(tensor_info):
-            values = source.read_region(tensor_name, region).to(torch.float32).contiguous()
-            digest.update(values.numpy().data)
+            digest.update(source.read_region(tensor_name, region).to(torch.float32).contiguous().numpy().data)
     source.expect_scattered_reads(False)
     return DIGEST_SCHEME + digest.hexdigest()
 

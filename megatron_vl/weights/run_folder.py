@@ -38,8 +38,6 @@ class CheckpointError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A complete checkpoint of a run."""
-
     path: Path
     step: int
 
@@ -52,7 +50,6 @@ def step_dir_path(checkpoint_dir: Path, step: int) -> Path:
 
 
 def export_dir_path(checkpoint_dir: Path, step: int) -> Path:
-    """The path of a step's Hugging Face folder."""
     return checkpoint_dir / EXPORTS_DIR / step_dir_path(checkpoint_dir, step).name
 
 
@@ -72,7 +69,6 @@ def unused_path(wanted_path: Path) -> Path:
 
 
 def saved_checkpoints(checkpoint_dir: Path) -> list[SavedCheckpoint]:
-    """The complete checkpoints of a run, sorted by step."""
     steps = {path: step_of_dir(path) for path in checkpoint_dir.glob("step_*") if path.is_dir()}
     checkpoints = [SavedCheckpoint(path, step) for path, step in steps.items() if step is not None]
     return sorted(checkpoints, key=lambda saved: saved.step)

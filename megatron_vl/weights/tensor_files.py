@@ -270,12 +270,12 @@ class TensorWriter:
         header_entries = json.loads(header[8:])
         header_entries.pop("__metadata__", None)
 
-        self.file_size_bytes = len(header)
-        self._tensor_offsets: dict[str, tuple[int, int]] = {}
-        for tensor_name, header_entry in header_entries.items():
-            first_offset, end_offset = header_entry["data_offsets"]
-            self._tensor_offsets[tensor_name] = (len(header) + first_offset, len(header) + end_offset)
-            self.file_size_bytes = max(self.file_size_bytes, len(header) + end_offset)
+        self._tensor_offsets: dict[str, tuple[int, int]] = {
+            tensor_name: (len(header) + first_offset, len(header) + end_offset)
+            for tensor_name, header_entry in header_entries.items()
+            for first_offset, end_offset in [header_entry["data_offsets"]]
+        }
+        self.file_size_bytes = max((end for _, end in self._tensor_offsets.values()), default=len(header))
 
         self._file_descriptor = os.open(self._partial_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         os.ftruncate(self._file_descriptor, self.file_size_bytes)

@@ -89,19 +89,19 @@ def read_export_facts(exported_dir: Path) -> dict[str, Any]:
 
 
 def _known_facts(facts: Any) -> dict[str, Any]:
-    known: dict[str, Any] = {}
-    limits, template = map(facts.get, (MEDIA_KEY, TEMPLATE_KEY)) if isinstance(facts, dict) else (None, None)
-    if isinstance(limits, dict) and (given := {k: limits[k] for k in MEDIA_FIELDS if k in limits}):
-        known[MEDIA_KEY] = given
-    if isinstance(template, str) and template:
-        known[TEMPLATE_KEY] = template
-    if limits and isinstance(arguments := facts.get(ARGUMENTS_KEY), dict):
-        known[ARGUMENTS_KEY] = arguments  # also none, which replaces those of an earlier export
-    if isinstance(facts, dict) and isinstance(facts.get(ROPE_KEY), dict):
-        known[ROPE_KEY] = facts[ROPE_KEY]
-    if isinstance(facts, dict):
-        known |= {name: facts[name] for name in TEXT_FIELDS if name in facts}
-    return known
+    if not isinstance(facts, dict):
+        return {}
+    limits, template, arguments, rope = map(facts.get, (MEDIA_KEY, TEMPLATE_KEY, ARGUMENTS_KEY, ROPE_KEY))
+    given = {k: limits[k] for k in MEDIA_FIELDS if k in limits} if isinstance(limits, dict) else {}
+    known = {
+        MEDIA_KEY: given or None,
+        TEMPLATE_KEY: template if isinstance(template, str) and template else None,
+        # Also no arguments, which replace those of an earlier export.
+        ARGUMENTS_KEY: arguments if limits and isinstance(arguments, dict) else None,
+        ROPE_KEY: rope if isinstance(rope, dict) else None,
+    }
+    texts = {name: facts[name] for name in TEXT_FIELDS if name in facts}
+    return {name: value for name, value in known.items() if value is not None} | texts
 
 
 def read_json_object(json_path: Path) -> dict[str, Any]:

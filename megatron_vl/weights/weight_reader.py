@@ -48,9 +48,11 @@ def find_weights_dir(given_path: str | Path) -> Path:
             f" `megatron-vl convert --hf {given_path} --out DIR`"
         )
     if latest_checkpoint is None:
-        looked_for = f"{MANIFEST_FILE}, weights/{MANIFEST_FILE} and step_ folders"
-        no_weights_text = f"{given_path} holds no weights: looked for {looked_for}"
-        raise FileNotFoundError(folder_kind(given_path) or no_weights_text)
+        raise FileNotFoundError(
+            folder_kind(given_path)
+            or f"{given_path} holds no weights: looked for {MANIFEST_FILE}, weights/{MANIFEST_FILE} and step_"
+            " folders"
+        )
 
     weights_dir = latest_checkpoint.path / "weights"
     if not (weights_dir / MANIFEST_FILE).is_file():
@@ -92,9 +94,7 @@ class WeightReader(CanonicalWeights):
         self.path = find_weights_dir(path)
         self.manifest = read_manifest(self.path / MANIFEST_FILE)
         try:
-            self.spec = read_spec(self.manifest["hf_config"])
-            if self.manifest.get("mtp"):
-                self.spec = self.spec.with_mtp()
+            self.spec = read_spec(self.manifest["hf_config"]).with_mtp(bool(self.manifest.get("mtp")))
             layout = self.manifest["layout"]
             self.layout = None if layout is None else read_layout(self.spec, layout)
             self.sharding = self.layout.sharding if self.layout else UNSHARDED
@@ -139,7 +139,6 @@ class WeightReader(CanonicalWeights):
             raise WeightsError(f"{manifest_path}: {error}") from error
 
     def tensor_names(self) -> list[str]:
-        """Canonical names, in model order."""
         return list(self.tensor_infos)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
@@ -201,7 +200,6 @@ class WeightReader(CanonicalWeights):
 
     @property
     def lora_base(self) -> LoraBase:
-        """The weights that adapters were trained on."""
         return recorded_base(self.manifest["origin"])
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.converters import helpers
 from tests.tiny import tiny_checkpoint
 
 QUANTISED = re.compile(
@@ -56,13 +57,11 @@ def fp8_folder(
     family: str,
     block_size: tuple[int, int] = (16, 32),
     *,
-    scale_dtype: torch.dtype = torch.bfloat16,
     experts_apart: bool = False,
-    sizes: dict[str, Any] = SIZES,
     mtp_prefix: str = "",
 ) -> Path:
     """A tiny checkpoint with the matrices of its decoder layers in FP8; with a prefix, of MTP's too."""
-    shutil.copytree(tiny_checkpoint(family, **sizes), folder)
+    shutil.copytree(tiny_checkpoint(family, **SIZES), folder)
     weight_map = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors: dict[str, Tensor] = {}
@@ -73,12 +72,12 @@ def fp8_folder(
                 tensors[name] = tensor
                 continue
             matrices = (
-                _apart(family, name, tensor)
+                helpers.experts_apart({name: tensor}, input_first=family == "qwen3_vl_moe")
                 if experts_apart and ".experts." in name and not is_mtp
                 else {name: tensor}
             )
             for matrix_name, matrix in matrices.items():
-                quantised = quantise(matrix, block_size, scale_dtype, peak=400)  # not as exports do
+                quantised = quantise(matrix, block_size, torch.bfloat16, peak=400)  # not as exports do
                 tensors[matrix_name], tensors[f"{matrix_name}_scale_inv"] = quantised
         save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, path.name)
@@ -89,18 +88,3 @@ def fp8_folder(
     config["quantization_config"] = form | {"weight_block_size": block_size, "modules_to_not_convert": []}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def _apart(family: str, name: str, stack: Tensor) -> dict[str, Tensor]:
-    """Each expert's matrices, from a stack."""
-    stack = stack.transpose(1, 2) if family == "qwen3_vl_moe" else stack
-    prefix, _, kind = name.rpartition(".")
-    halves = zip(("gate_proj", "up_proj"), stack.chunk(2, 1), strict=True)
-    parts = dict(halves) if kind == "gate_up_proj" else {"down_proj": stack}
-    return {
-        f"{prefix}.{i}.{part}.weight": values[i] for part, values in parts.items() for i in range(len(stack))
-    }
-
-
-def stored_tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}

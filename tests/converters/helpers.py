@@ -13,23 +13,14 @@ from torch import Tensor
 
 from converters.tensor_folder import SINGLE_FILE, WEIGHT_INDEX_FILE, TensorFolder
 from megatron_vl.spec.families import read_spec
+from toolkit.cli import main
 
 CONFIGS = Path(__file__).resolve().parent.parent / "hf_configs"
 RELEASED = sorted(path.stem for path in CONFIGS.glob("*.json"))
 """All released sizes."""
-LIKE_ANOTHER = {
-    "Qwen3.5-0.8B": "Qwen3.6-27B",
-    "Qwen3.5-2B": "Qwen3.6-27B",
-    "Qwen3.5-4B": "Qwen3.6-27B",
-    "Qwen3.5-9B": "Qwen3.6-27B",
-    "Qwen3.5-27B": "Qwen3.6-27B",
-    "Qwen3.5-122B-A10B": "Qwen3.5-35B-A3B",
-    "Qwen3.5-397B-A17B": "Qwen3.5-35B-A3B",
-    "Qwen3.6-35B-A3B": "Qwen3.5-35B-A3B",
-}
-"""Sizes whose structure another one has: the tests of folders and layouts leave them out. What the small
-dense sizes have besides (tied embeddings, float32) is in ``test_qwen3_5.py``."""
-SIZES = [size for size in RELEASED if size not in LIKE_ANOTHER]
+SIZES = [size for size in RELEASED if "-VL-" in size or size in ("Qwen3.6-27B", "Qwen3.5-35B-A3B")]
+"""One of each structure. What the small dense sizes of Qwen3.5 have besides (tied embeddings, float32) is in
+``test_qwen3_5.py``."""
 
 FFN = {
     "Qwen2-VL-2B": 280,
@@ -63,13 +54,8 @@ def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str
         # An FFN width of 192, so that this family's padding is exercised as well.
         vision |= {"embed_dim": 64, "hidden_size": hidden, "mlp_ratio": 3}
     else:
-        width = 171 if vision["intermediate_size"] == 3420 else 256
-        vision |= {
-            "hidden_size": 64,
-            "intermediate_size": width,
-            "out_hidden_size": hidden,
-            "fullatt_block_indexes": [1],
-        }
+        vision |= {"hidden_size": 64, "out_hidden_size": hidden, "fullatt_block_indexes": [1]}
+        vision["intermediate_size"] = 171 if vision["intermediate_size"] == 3420 else 256
 
     return config | {"vision_config": vision}
 
@@ -85,17 +71,18 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
     if "intermediate_size" in text:
         text["intermediate_size"] = 616
     if "layer_types" in text:
-        text |= small_linear_attention(text, layers)
+        # Narrow heads, as many as released; heads of 16, of which a quarter rotates.
+        text |= {"head_dim": 16, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
+        text["layer_types"] = text["layer_types"][:layers]
+        text["rope_parameters"] |= {"mrope_section": [1, 1, 0]}
+        text |= {"shared_expert_intermediate_size": 24} if "shared_expert_intermediate_size" in text else {}
     else:
         text["rope_scaling"] = text["rope_scaling"] | {"mrope_section": [2, 1, 1]}
         text |= {"bos_token_id": 1, "eos_token_id": 2}
 
     if "num_experts" in text:
-        text |= {
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40 if hidden < 300 else 56,
-        }
+        text |= {"num_experts": 8, "num_experts_per_tok": 2}
+        text["moe_intermediate_size"] = 40 if hidden < 300 else 56
 
     vision |= {
         "depth": vision_layers,
@@ -108,25 +95,7 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
     }
 
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    return (
-        config
-        | {"text_config": text, "vision_config": vision}
-        | {name: 3 + i for i, name in enumerate(tokens)}
-    )
-
-
-def small_linear_attention(text: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Narrow heads of linear attention, as many as released; heads of 16, of which a quarter rotates."""
-    small: dict[str, Any] = {
-        "head_dim": 16,
-        "linear_key_head_dim": 4,
-        "linear_value_head_dim": 6,
-        "layer_types": text["layer_types"][:layers],
-        "rope_parameters": text["rope_parameters"] | {"mrope_section": [1, 1, 0]},
-    }
-    if "shared_expert_intermediate_size" in text:
-        small["shared_expert_intermediate_size"] = 24
-    return small
+    return config | {name: 3 + i for i, name in enumerate(tokens)}
 
 
 def mtp_tensors(size: str) -> dict[str, Tensor]:
@@ -179,15 +148,13 @@ def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
     tied, family = config["tie_word_embeddings"], config["model_type"]
     nested = family.startswith("qwen3")  # released with the names in memory
     turned = family == "qwen3_vl_moe"
-    tensors = {
-        name
-        if nested
-        else name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): (
-            tensor.transpose(1, 2) if turned and ".mlp.experts." in name else tensor
-        )
-        for name, tensor in model.state_dict().items()
-        if not (tied and name == "lm_head.weight")
-    }
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if not nested:
+            name = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+        tensors[name] = tensor.transpose(1, 2) if turned and ".mlp.experts." in name else tensor
+    if tied:
+        tensors.pop("lm_head.weight")
     if size.startswith("Qwen3.5"):
         for name in tensors:
             if name.endswith((".A_log", ".linear_attn.norm.weight")):
@@ -236,13 +203,8 @@ def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], f
     """A HF folder as released: weights in ``files`` files with an index, and the small files beside them."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    for name in (
-        "tokenizer.json",
-        "preprocessor_config.json",
-        "generation_config.json",
-        "chat_template.json",
-    ):
-        (folder / name).write_text(json.dumps({"file": name}))
+    for name in ("tokenizer", "preprocessor_config", "generation_config", "chat_template"):
+        (folder / f"{name}.json").write_text(json.dumps({"file": name}))
 
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if files == 1:
@@ -250,19 +212,12 @@ def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], f
         return folder
 
     names = list(tensors)
-    where = {
-        name: f"model-{i * files // len(names) + 1:05d}-of-{files:05d}.safetensors"
-        for i, name in enumerate(names)
-    }
-    for file in sorted(set(where.values())):
-        save_file(
-            {name: tensors[name] for name in names if where[name] == file}, folder / file, {"format": "pt"}
-        )
-
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / WEIGHT_INDEX_FILE).write_text(
-        json.dumps({"metadata": {"total_size": size}, "weight_map": where})
-    )
+    numbers = {name: i * files // len(names) + 1 for i, name in enumerate(names)}
+    where = {name: f"model-{number:05d}-of-{files:05d}.safetensors" for name, number in numbers.items()}
+    for file in set(where.values()):
+        save_file({n: tensors[n] for n in names if where[n] == file}, folder / file, {"format": "pt"})
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
+    (folder / WEIGHT_INDEX_FILE).write_text(json.dumps(index))
     return folder
 
 
@@ -270,11 +225,14 @@ def released_folder(folder: Path, size: str, files: int = 2, layers: int = 4) ->
     return write_hf(folder, released_tensors(size, layers), small_config(size, layers), files)
 
 
+def run(*words: object) -> int:
+    """Runs a command."""
+    return main([str(word) for word in words])
+
+
 def assert_same_folder(a: Path, b: Path) -> None:
     """Every file of ``a`` is in ``b`` with the same bytes, and nothing else is."""
-    names = [
-        sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file()) for folder in (a, b)
-    ]
+    names = [sorted(p.relative_to(folder) for p in folder.rglob("*") if p.is_file()) for folder in (a, b)]
     assert names[0] == names[1]
     for name in names[0]:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
@@ -289,6 +247,5 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def tp_sizes(size: str) -> list[int]:
     """Those of 1, 2, 4 and 8 that the heads of ``size`` allow."""
     spec = read_spec(small_config(size))
-    return [
-        tp for tp in (1, 2, 4, 8) if spec.language.num_heads % tp == 0 and spec.vision.num_heads % tp == 0
-    ]  # 16 key heads of linear attention allow all of them
+    heads = (spec.language.num_heads, spec.vision.num_heads)  # 16 key heads of linear attention allow all
+    return [tp for tp in (1, 2, 4, 8) if not any(count % tp for count in heads)]

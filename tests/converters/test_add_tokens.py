@@ -19,7 +19,8 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.trained_media import exported_facts
-from tests.converters.fp8_folders import fp8_folder, stored_tensors
+from tests.converters.fp8_folders import fp8_folder
+from tests.converters.helpers import read_tensors
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
@@ -34,8 +35,7 @@ def token_file(folder: Path, tokens: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize(("family", "tied"), [("qwen2_5_vl", False), ("qwen3_5", True)])
 def test_added_tokens_have_the_mean_of_their_pieces(tmp_path: Path, family: str, tied: bool) -> None:
     """transformers loads the folder, and old tokens have bit for bit the same logits."""
     hf = tiny_checkpoint(family, tied=tied)
@@ -77,7 +77,7 @@ def test_rows_grow_and_can_be_cut(tmp_path: Path) -> None:
     assert old_rows < len(tokenizer) + 300 <= rows and rows % 128 == 0 and rows - 128 < len(tokenizer) + 300
     assert f"{rows} rows (before: {old_rows}), 300 of them the mean of their pieces" in report.notes
     assert f"new tokens have the ids {len(tokenizer)} to {len(tokenizer) + 299}" in report.notes
-    old, new = stored_tensors(hf), stored_tensors(tmp_path / "out")
+    old, new = read_tensors(hf), read_tensors(tmp_path / "out")
     assert old.keys() == new.keys()
     for name, tensor in old.items():
         if name.endswith(("embed_tokens.weight", "lm_head.weight")):
@@ -91,10 +91,9 @@ def test_rows_grow_and_can_be_cut(tmp_path: Path) -> None:
 
     again = add_tokens(tmp_path / "out", token_file(tmp_path, tokens[:2]), tmp_path / "again")
     assert "2 tokens were in the tokenizer already, and those with a row keep it" in again.notes
-    for name, tensor in stored_tensors(tmp_path / "out").items():
-        assert torch.equal(
-            stored_tensors(tmp_path / "again")[name].view(torch.uint8), tensor.view(torch.uint8)
-        )
+    first, second = (read_tensors(tmp_path / name) for name in ("out", "again"))
+    for name, tensor in first.items():
+        assert torch.equal(second[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
 def resized(hf: Path, rows: int) -> None:
@@ -140,7 +139,7 @@ def test_tokens_without_a_row_get_one(tmp_path: Path) -> None:
         ChatEncoder(hf, read_spec(hf))  # with which every start and data command begins
     add_tokens(hf, token_file(tmp_path, []), tmp_path / "out")
     name = "model.language_model.embed_tokens.weight"
-    old, new = stored_tensors(hf)[name], stored_tensors(tmp_path / "out")[name]
+    old, new = read_tensors(hf)[name], read_tensors(tmp_path / "out")[name]
     assert torch.equal(new[: len(old)], old)
     ChatEncoder(tmp_path / "out", read_spec(tmp_path / "out"))
     expected = old[pieces].float().mean(0).bfloat16()

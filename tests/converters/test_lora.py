@@ -15,7 +15,7 @@ from torch import Tensor
 
 from converters.convert import convert_adapter, export_adapter, export_weights, reshard_weights
 from converters.hf_checkpoint import long_tensor_name
-from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder, target_settings
+from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, PeftFolder
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
@@ -23,9 +23,8 @@ from megatron_vl.spec.lora import fused_lora
 from megatron_vl.weights.tensor_files import WeightsError
 from tests.support.run_json import write_run_json
 from tests.tiny import tiny_checkpoint
-from toolkit.cli import main
 
-from .helpers import read_tensors
+from .helpers import read_tensors, run
 from .peft_models import (
     FAMILIES,
     MOE_FAMILIES,
@@ -73,70 +72,42 @@ def released(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
     }
 
 
+LAYOUTS: list[dict[str, Any]] = [{"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2, "vpp": 2}]
+MOE_LAYOUTS: list[dict[str, Any]] = [{"tp": 2, "ep": 2}, {"pp": 2, "ep": 4, "etp": 2}]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merge_equals_peft(tmp_path: Path, adapters, family: str) -> None:
-    """In float32, and rounded once to bfloat16; the tensors without an adapter keep their bits."""
-    hf, adapter = float_checkpoint(family), adapters(family)
+@pytest.mark.parametrize("trains_whole", [False, True], ids=["factors", "whole modules"])
+def test_adapters_keep_their_bits_through_all_layouts(tmp_path, adapters, family, trains_whole) -> None:
+    """PEFT -> unsplit -> TP4 -> PP2 -> ... -> PEFT: peft loads the result and computes the same.
+
+    It is merged as peft merges it, and tensors without an adapter keep their bits.
+    """
+    hf, adapter, out = float_checkpoint(family), adapters(family), tmp_path / "out"
+    if trains_whole:
+        adapter = tmp_path / "peft"
+        model = peft_model(hf, **SAVED)
+        for name, parameter in model.named_parameters():
+            parameter.data *= 1.25 if ".modules_to_save." in name else 1
+        model.save_pretrained(adapter)
+    convert_adapter(adapter, hf, tmp_path / "0")
+    layouts = LAYOUTS + (MOE_LAYOUTS if family in MOE_FAMILIES and not trains_whole else [])
+    for number, layout in enumerate(layouts):
+        reshard_weights(tmp_path / str(number), tmp_path / str(number + 1), layout)
+    export_adapter(tmp_path / str(len(layouts)), hf, out)
+
+    written, back = (load_file(folder / ADAPTER_FILE) for folder in (adapter, out))
+    assert written.keys() == back.keys() and any("lora" not in key for key in back) == trains_whole
+    assert all(torch.equal(tensor, back[key]) for key, tensor in written.items())
+    assert torch.equal(logits(load_peft(hf, out)), logits(load_peft(hf, adapter)))
+
+    export_weights(out, hf, tmp_path / "merged", merges_adapter=True)
+    merged, base = (released(read_tensors(folder), family) for folder in (tmp_path / "merged", hf))
     expected = merged_by_peft(hf, adapter)
-    export_weights(adapter, hf, tmp_path / "merged", merges_adapter=True)
-    merged = released(read_tensors(tmp_path / "merged"), family)
-    base = released(read_tensors(hf), family)
-    changed = {name for name in base if not torch.equal(base[name], merged[name])}
-    spec = read_spec(hf)
-    matrices = {name for name in PeftFolder(adapter, spec).factors}
-    assert {name.removesuffix(".weight") for name in changed} == matrices
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_whole_modules_keep_their_bits_through_all_layouts(tmp_path: Path, family: str) -> None:
-    """PEFT's file comes back with the same bits, and merges as peft merges it."""
-    hf = float_checkpoint(family)
-    saved = peft_model(hf, **SAVED)
-    with torch.no_grad():
-        for name, parameter in saved.named_parameters():
-            if ".modules_to_save." in name:
-                parameter.mul_(1.25)
-    saved.save_pretrained(tmp_path / "peft")
-    convert_adapter(tmp_path / "peft", hf, tmp_path / "0")
-    for number, layout in enumerate(LAYOUTS.values()):
-        reshard_weights(tmp_path / str(number), tmp_path / str(number + 1), layout)
-    export_adapter(tmp_path / str(len(LAYOUTS)), hf, tmp_path / "out")
-
-    written, back = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("peft", "out"))
-    assert written.keys() == back.keys() and any("merger" in key for key in back)
-    assert all(torch.equal(tensor, back[key]) for key, tensor in written.items())
-    assert torch.equal(logits(load_peft(hf, tmp_path / "out")), logits(load_peft(hf, tmp_path / "peft")))
-
-    export_weights(tmp_path / "out", hf, tmp_path / "merged", merges_adapter=True)
-    expected = merged_by_peft(hf, tmp_path / "peft")
-    for name, tensor in released(read_tensors(tmp_path / "merged"), family).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp4": {"tp": 4},
-    "pp2": {"pp": 2},
-    "vpp2": {"tp": 2, "pp": 2, "vpp": 2},
-}
-MOE_LAYOUTS: dict[str, dict[str, Any]] = {"ep2": {"tp": 2, "ep": 2}, "ep4 etp2": {"pp": 2, "ep": 4, "etp": 2}}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_factors_keep_their_bits_through_all_layouts(tmp_path: Path, adapters, family: str) -> None:
-    """PEFT -> unsplit -> TP4 -> PP2 -> ... -> PEFT: peft loads the result and computes the same."""
-    hf, adapter = float_checkpoint(family), adapters(family)
-    convert_adapter(adapter, hf, tmp_path / "0")
-    layouts = LAYOUTS | (MOE_LAYOUTS if family in MOE_FAMILIES else {})
-    for number, layout in enumerate(layouts.values()):
-        reshard_weights(tmp_path / str(number), tmp_path / str(number + 1), layout)
-    export_adapter(tmp_path / str(len(layouts)), hf, tmp_path / "out")
-
-    before, after = load_file(adapter / ADAPTER_FILE), load_file(tmp_path / "out" / ADAPTER_FILE)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
-    assert torch.equal(logits(load_peft(hf, adapter)), logits(load_peft(hf, tmp_path / "out")))
+    changed = {n.removesuffix(".weight") for n in base if not torch.equal(base[n], merged[n])}
+    assert trains_whole or changed == PeftFolder(adapter, read_spec(hf)).factors.keys()
 
 
 def rewritten(source: Path, target: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
@@ -225,18 +196,6 @@ def test_contradicting_patterns_are_refused(tmp_path: Path, adapters) -> None:
         assert any(matches.values()) and max(map(len, matches.values())) == 1
 
 
-def test_targets_in_the_config_are_as_short_as_they_can_be() -> None:
-    """PEFT matches ends of names. The tower has matrices with the names of the decoder's."""
-    spec = read_spec(tiny_checkpoint("qwen2_5_vl", layers=2))
-    layers = [f"model.language_model.layers.{index}" for index in range(2)]
-    queries, gates = ([f"{layer}.{name}_proj" for layer in layers] for name in ("self_attn.q", "mlp.gate"))
-    chosen = [*queries, *gates, f"{layers[1]}.self_attn.v_proj", "model.visual.blocks.0.mlp.up_proj"]
-    assert target_settings(chosen, spec)["target_modules"] == [
-        *("q_proj", "layers.0.mlp.gate_proj", "layers.1.mlp.gate_proj"),
-        *("layers.1.self_attn.v_proj", "blocks.0.mlp.up_proj"),
-    ]
-
-
 @pytest.mark.parametrize("layers", [0, [0], [0, 2]])
 def test_layers_to_transform_must_hold_every_factor(tmp_path: Path, adapters, layers: Any) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
@@ -317,10 +276,6 @@ def test_all_linear_targets_are_those_of_peft(family: str) -> None:
     assert ours == {name for name in names if not name.endswith(".shared_expert_gate")}
 
 
-def run(*words: object) -> int:
-    return main([str(word) for word in words])
-
-
 def test_command_exports_adapters(tmp_path, adapters, capsys) -> None:
     hf, adapter = float_checkpoint("qwen3_vl"), adapters("qwen3_vl")
     weights = ("--checkpoint", tmp_path / "weights", "--hf", hf)
@@ -334,8 +289,9 @@ def test_command_exports_adapters(tmp_path, adapters, capsys) -> None:
     assert run(*words) == 0
     assert run("verify", tmp_path / "merged", tmp_path / "merged again") == 0
 
+    capsys.readouterr()
     assert run("export", *weights, "--out", tmp_path / "whole") == 1
-    assert "--merge" in capsys.readouterr().err
+    assert re.findall(r"\((--\w+)\)", capsys.readouterr().err) == ["--adapter", "--merge"]
     assert run("export", *weights, "--merge", "--adapter", "--out", tmp_path / "both") == 2
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
+import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -33,35 +33,27 @@ BOUNDS = {"RssAnon": 40 << 20, "VmRSS": 220 << 20}
 torch's own pages."""
 
 
-def wide_config() -> dict[str, Any]:
-    """A tied model of about 380 MB in two layers: an embedding of 123 MB, and stacks of 84 and 42 MB of
-    experts as wide as 30B-A3B's."""
+def big_folder(folder: Path) -> int:
+    """A tied model of about 380 MB in two layers and one file. Returns the bytes of its weights.
+
+    It has an embedding of 123 MB, and stacks of 84 and 42 MB of experts as wide as 30B-A3B's.
+    """
     config = small_config("Qwen3-VL-30B-A3B-Instruct", layers=2) | {"tie_word_embeddings": True}
     sizes = {"hidden_size": 2048, "num_experts": 14, "moe_intermediate_size": 768, "vocab_size": 30_000}
     config["text_config"] |= sizes
     config["vision_config"]["out_hidden_size"] = 2048
-    return config
-
-
-def big_folder(folder: Path, config: dict[str, Any]) -> int:
-    """A folder with all weights in one file, experts as released. Returns the bytes of its weights."""
-    shapes = {
-        name: shape
-        for rule in make_conversion_rules(read_spec(config))
-        for name, shape in rule.hf_shapes.items()
-    }
+    shapes = [shape for rule in make_conversion_rules(read_spec(config)) for shape in rule.hf_shapes.items()]
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def memory(pid: int, field: str) -> int:
-    """Bytes of a process: ``RssAnon`` is memory that no file backs; ``VmRSS`` also counts mapped
-    pages of files."""
-    found = psutil.Process(pid).memory_info()
-    return found.rss - found.shared if field == "RssAnon" else found.rss
+def memory(process: psutil.Process) -> dict[str, int]:
+    """``RssAnon`` is memory that no file backs; ``VmRSS`` also counts mapped pages of files."""
+    found = process.memory_info()
+    return {"RssAnon": found.rss - found.shared, "VmRSS": found.rss}
 
 
 @pytest.mark.slow
@@ -69,34 +61,21 @@ def memory(pid: int, field: str) -> int:
     not psutil.LINUX, reason="psutil tells memory with a file behind it from other memory on Linux"
 )
 def test_memory_is_bounded(tmp_path: Path, repository: Path) -> None:
-    size = big_folder(tmp_path / "hf", wide_config())
+    size = big_folder(tmp_path / "hf")
     assert size > 370e6
     layout = json.dumps({"tp": 2, "pp": 2, "ep": 2})
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "hf"), str(tmp_path), layout]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repository
-    )
-
-    assert process.stdin and process.stdout
+    process = psutil.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=repository)
     assert process.stdout.readline() == "ready\n"
-    before = peak = {field: memory(process.pid, field) for field in BOUNDS}
+    before, samples = memory(process), []
     process.stdin.write("go\n")
     process.stdin.close()
-    tick = threading.Event()
-    samples = 0
-
-    while process.poll() is None:
-        try:
-            peak = {field: max(peak[field], memory(process.pid, field)) for field in BOUNDS}
-        except psutil.NoSuchProcess:
-            break
-        samples += 1
-        tick.wait(0.005)
-
-    assert process.wait() == 0
-    assert samples > 20
+    with suppress(psutil.NoSuchProcess):
+        while process.poll() is None:
+            samples.append(memory(process))
+            time.sleep(0.005)
+    assert process.wait() == 0 and len(samples) > 20
     for field, bound in BOUNDS.items():
-        assert peak[field] - before[field] < bound < size, field
-    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
-        tmp_path / "hf" / "model.safetensors"
-    ).read_bytes()
+        assert max(sample[field] for sample in samples) - before[field] < bound < size, field
+    back, original = (tmp_path / name / "model.safetensors" for name in ("back", "hf"))
+    assert back.read_bytes() == original.read_bytes()

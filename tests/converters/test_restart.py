@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
+import random
 import shutil
-import subprocess
-import sys
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from converters.convert import convert_weights, export_weights
+from converters.convert import convert_weights, export_weights, reshard_weights
+from megatron_vl.weights import tensor_files
 from megatron_vl.weights.tensor_files import TensorWriter
 from tests.disk import Disk
 
@@ -19,6 +24,8 @@ from .helpers import assert_same_folder, released_folder
 
 SIZE = "Qwen2.5-VL-3B-Instruct"
 LAYOUT = {"tp": 2, "pp": 2}
+OPERATIONS = ("pwrite", "replace", "rename", "unlink", "rmdir", "mkdir", "ftruncate", "fsync")
+"""Calls of :mod:`os` before which a process may be killed."""
 
 
 @pytest.fixture(scope="module")
@@ -26,33 +33,118 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return released_folder(tmp_path_factory.mktemp("restart") / "hf", SIZE)
 
 
-COMMANDS = ("convert", "split", "merge", "export")
+@pytest.fixture(scope="module")
+def works(origin: Path) -> dict[str, Callable[..., Any]]:
+    """The conversions, whose results lie beside ``origin``, each under its name."""
+    works: dict[str, Callable[..., Any]] = {
+        "convert": partial(convert_weights, origin),
+        "split": partial(reshard_weights, origin.with_name("convert"), layout=LAYOUT | {"vpp": 2}),
+        "merge": partial(reshard_weights, origin.with_name("split")),
+        "export": partial(export_weights, origin.with_name("split"), origin),
+    }
+    for name, work in works.items():
+        work(origin.with_name(name))
+    return works
+
+
+def attempt(work: Callable[..., Any], log: Path, kill_before: int = 0, kill_after: float = 0) -> int | None:
+    """Runs a conversion in a child. Returns its exit code, or None if it was killed.
+
+    Args:
+        kill_before: the child kills itself before its n-th writing operation; 0: never, and it writes how
+            many there were.
+        kill_after: the parent kills the child after this many seconds; 0: never.
+    """
+    child = os.fork()
+    if not child:
+        operations = itertools.count(1)
+
+        def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                if (number := next(operations)) == kill_before:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(60)  # the other threads go on until the signal arrives
+                elif not kill_before:
+                    log.with_suffix(".count").write_text(str(number))
+                return operation(*args, **options)
+
+            return call
+
+        tensor_files.CHUNK_BYTES = 1 << 16
+        for name in OPERATIONS:
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            work(workers=2)
+        except BaseException as error:
+            log.write_text(str(error))
+            os._exit(1)
+        os._exit(0)
+    if kill_after:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    return None if os.WIFSIGNALED(status) else os.waitstatus_to_exitcode(status)
+
+
+KILLED = [("convert", False), ("export", False), ("merge", True)]
+KILLED += [
+    pytest.param("split", False, marks=pytest.mark.full),
+    pytest.param("merge", False, marks=pytest.mark.full),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [("convert", "export"), pytest.param(COMMANDS, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("command", "replaces"), KILLED)
 def test_killed_conversion_gives_the_same_bytes(
-    tmp_path: Path, origin: Path, repository: Path, killed: tuple[str, ...]
+    tmp_path, origin, works, command: str, replaces: bool
 ) -> None:
-    """Real processes get SIGKILL before chosen writing operations and at random times; kills.py
-    compares every byte. Split and merge, which write as convert does, are killed where a merge replaces
-    an earlier checkpoint."""
-    arguments = [str(origin), str(tmp_path), "2", "1", "0", *killed]
-    command = [sys.executable, "-m", "tests.converters.kills", *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=repository, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {line["command"] for line in lines} == {*killed, "merge"}
-    assert all(line["killed"] >= 1 for line in lines if "kill_before" in line)
-    states = {(line["force"], line["after_kill"]) for line in lines}
+    """SIGKILL comes before chosen writing operations and at random times, and now and then a second time.
+
+    Args:
+        replaces: whether ``--force`` replaces other weights, which have a file of the user beside them.
+    """
+    out, log, whole, earlier = (tmp_path / name for name in ("out", "log", "whole", "earlier"))
+    shutil.copytree(origin.with_name(command), whole)
+    shutil.copytree(origin.with_name("split"), earlier)
+    if replaces:
+        (whole / "notes.txt").write_text("mine")
+        (earlier / "notes.txt").write_text("mine")
+    work, draw = partial(works[command], out, force=replaces), random.Random(0)
+
+    def begin(**kill: Any) -> int | None:
+        shutil.rmtree(out, ignore_errors=True)
+        if replaces:
+            shutil.copytree(earlier, out)
+        return attempt(work, log, **kill)
+
+    start = time.monotonic()
+    assert begin() == 0, log.read_text()
+    seconds = time.monotonic() - start
+    last = int(log.with_suffix(".count").read_text())
+    assert_same_folder(whole, out)
+
+    # The first and the last operations make and rename folders; in between are tensors.
+    ends = [1, 2, 3, 4, last // 2, *range(last - (25 if replaces else 10), last + 1)]
+    moments = [{"kill_before": n} for n in [*ends, *draw.sample(range(5, last - 25), 2)]]
+    states = set()
+    for moment in [*moments, {"kill_after": draw.uniform(0, seconds)}]:
+        code = begin(**moment)
+        assert code is None or "kill_after" in moment
+        # Only whole folders have the name; the user's file comes last.
+        state = "earlier" if replaces and any(out.glob("tp*")) else "complete" if out.exists() else "absent"
+        states.add(state)
+        if state == "earlier" or state == "complete" and not replaces:
+            assert_same_folder(earlier if state == "earlier" else whole, out)
+        if code is None and draw.random() < 0.3:
+            code = attempt(work, log, draw.randrange(1, last))
+        if code is None:
+            code = attempt(work, log)
+            # Killed between its last operation and its end: the output is there and complete.
+            assert not code or "is not empty" in log.read_text() and not replaces, log.read_text()
+        assert_same_folder(whole, out)
+        assert not out.with_name("out.partial").exists()
     # An earlier checkpoint is replaced by two renames, and missing for the moment between them.
-    assert states == {
-        (False, "absent"),
-        (False, "complete"),
-        *((True, s) for s in ("earlier", "absent", "complete")),
-    }
+    assert states == {"absent", "complete"} | ({"earlier"} if replaces else set())
 
 
 @pytest.mark.parametrize("force", [False, True])

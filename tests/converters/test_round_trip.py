@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from .helpers import (
     assert_same_folder,
     experts_apart,
     hf_model,
-    read_tensors,
     released_folder,
     released_tensors,
     small_config,
@@ -151,23 +151,14 @@ def test_round_trip_of_save_pretrained(tmp_path: Path, size: str, original_forma
         assert torch.equal(tensor, back.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("kind", ["float16", "mixed", "mixed_within_qkv"])
 @pytest.mark.parametrize("size", ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-30B-A3B-Instruct"])
-def test_round_trip_of_every_type(tmp_path: Path, size: str, kind: str) -> None:
-    """Norms with their own data types, or one tensor of those that Megatron fuses, come back unchanged."""
-    wide = {
-        "float16": lambda name: False,
-        "mixed": lambda name: "norm" in name or "merger" in name,
-        "mixed_within_qkv": lambda name: "k_proj" in name or "up_proj" in name,
-    }[kind]
-    narrow = torch.float16 if kind == "float16" else torch.bfloat16
+def test_round_trip_of_mixed_types(tmp_path: Path, size: str) -> None:
+    """Norms with their own data types, and one tensor of those that Megatron fuses, come back unchanged."""
+    wide = re.compile("norm|merger|k_proj|up_proj")
     tensors = {
-        name: tensor.to(torch.float32 if wide(name) else narrow)
+        # 1.0001 is a value that only the wide type can hold, so that a round trip through a narrow one shows.
+        name: tensor.float() * 1.0001 if wide.search(name) else tensor.half()
         for name, tensor in released_tensors(size).items()
-    }
-    # Values that only the wide type can hold, so that a round trip through a narrow one shows.
-    tensors = {
-        name: tensor * 1.0001 if tensor.dtype == torch.float32 else tensor for name, tensor in tensors.items()
     }
     origin = write_hf(tmp_path / "hf", tensors, small_config(size), files=3)
     convert_weights(origin, tmp_path / "shards", {"tp": 4, "pp": 2, "layers": [1, 3]})
@@ -177,26 +168,23 @@ def test_round_trip_of_every_type(tmp_path: Path, size: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
-@pytest.mark.parametrize("kind", ["bfloat16", "mixed"])
-def test_round_trip_of_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
-    """Stacks in either orientation or separate experts, with dense layers in between, come back unchanged."""
+def test_round_trip_of_experts_in_every_style(tmp_path: Path, style: str) -> None:
+    """Stacks in either orientation or separate experts come back unchanged, with dense layers in between, and
+    another type of one of the two stacks, or of a part of one."""
     size = "Qwen3-VL-30B-A3B-Instruct"
     config, tensors = small_config(size), released_tensors(size)
     config["text_config"]["mlp_only_layers"] = [1]
-    dense = {
-        name: t for name, t in released_tensors("Qwen3-VL-8B-Instruct").items() if ".layers.1.mlp." in name
-    }
-    tensors = {name: t for name, t in tensors.items() if ".layers.1.mlp." not in name}
-    tensors |= {name: t[..., :192] if "down" not in name else t[:192] for name, t in dense.items()}
+    dense = released_tensors("Qwen3-VL-8B-Instruct")
+    for name in [name for name in tensors if ".layers.1.mlp." in name]:
+        del tensors[name]
+    for name in (name for name in dense if ".layers.1.mlp." in name):
+        tensors[name] = dense[name][:192] if "down" in name else dense[name][..., :192]
     if style == "apart":
         tensors = experts_apart(tensors)
     elif style == "output_first":
         tensors = {name: t.transpose(1, 2) if ".mlp.experts." in name else t for name, t in tensors.items()}
-    if kind == "mixed":  # one of the two stacks, or within one canonical tensor
-        tensors = {
-            name: t.float() * 1.0001 if "experts" in name and "up_proj" in name else t
-            for name, t in tensors.items()
-        }
+    for name in (name for name in tensors if "experts" in name and "up_proj" in name):
+        tensors[name] = tensors[name].float() * 1.0001
     origin = write_hf(tmp_path / "hf", tensors, config, files=3)
     convert_weights(origin, tmp_path / "full")
     reshard_weights(tmp_path / "full", tmp_path / "shards", {"tp": 4, "pp": 2, "vpp": 2, "ep": 2, "etp": 2})
@@ -216,9 +204,6 @@ def test_round_trip_of_a_stored_tied_output(tmp_path: Path) -> None:
     convert_weights(origin, tmp_path / "shards", {"tp": 2, "pp": 2})
     export_weights(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
-    assert torch.equal(
-        read_tensors(tmp_path / "back")["lm_head.weight"], tensors["model.embed_tokens.weight"]
-    )
 
 
 def test_conversion_copies_other_files(tmp_path: Path) -> None:

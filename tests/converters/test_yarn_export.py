@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from converters.convert import convert_adapter, convert_weights, export_weights
 from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig, parse_config
@@ -22,16 +23,10 @@ from tests.tiny import tiny_checkpoint
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def folder_with_yarn(hf: Path, copied: Path, second_place: bool = False) -> Path:
+def folder_with_yarn(hf: Path, copied: Path) -> Path:
     shutil.copytree(hf, copied)
     config = json.loads((hf / "config.json").read_text())
-    changed = with_rope_scaling(config, YARN)
-    if second_place:
-        text = config.get("text_config", config)
-        old = text.pop("rope_parameters", None) or text["rope_scaling"]
-        text |= {"rope_scaling": old, "rope_parameters": YARN}
-        changed = config
-    (copied / "config.json").write_text(json.dumps(changed))
+    (copied / "config.json").write_text(json.dumps(with_rope_scaling(config, YARN)))
     return copied
 
 
@@ -50,8 +45,6 @@ def test_export_to_the_plain_folder_has_yarn(tmp_path: Path, family: str) -> Non
     assert text[place].items() >= YARN.items() and "type" not in text[place]
     assert read_spec(tmp_path / "out").language == trained
 
-    from transformers import AutoConfig
-
     served = AutoConfig.from_pretrained(tmp_path / "out").get_text_config().rope_parameters
     assert (served["rope_type"], served["factor"]) == ("yarn", 4.0)
     # All but the rotary fields is as it was.
@@ -60,21 +53,6 @@ def test_export_to_the_plain_folder_has_yarn(tmp_path: Path, family: str) -> Non
         for name in ("rope_scaling", "rope_parameters"):
             each.pop(name, None)
     assert config == plain
-
-
-def test_export_to_a_folder_with_yarn_in_the_second_place_moves_it(tmp_path: Path) -> None:
-    """transformers would serve that folder without YaRN."""
-    hf = folder_with_yarn(tiny_checkpoint("qwen3_vl"), tmp_path / "hf", second_place=True)
-    convert_weights(hf, tmp_path / "weights")
-    export_weights(tmp_path / "weights", hf, tmp_path / "out")
-    text = json.loads((tmp_path / "out" / "config.json").read_text())["text_config"]
-    assert "rope_parameters" not in text and text["rope_scaling"].items() >= YARN.items()
-
-    from toolkit.common.hf_loading import load_hf_model
-
-    for folder in (hf, tmp_path / "out"):
-        model = load_hf_model(folder, dtype="float32")
-        assert model.model.language_model.rotary_emb.rope_type == "yarn"
 
 
 def test_export_without_yarn_to_a_folder_with_it_has_none(tmp_path: Path) -> None:

@@ -46,22 +46,18 @@ def refused(path: Path) -> dict[int, str]:
 # --- Formats ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image", "image": "a.jpg"},
-        {"type": "image_url", "image_url": {"url": "a.jpg"}},
-        {"type": "image_url", "image_url": "a.jpg"},
-        {"type": "image", "path": "a.jpg"},
-        {"type": "video", "video": "a.mp4"},
-        {"type": "video_url", "video_url": {"url": "a.mp4"}},
-    ],
-)
-def test_media_parts_are_read_in_every_spelling(part):
-    conversation = read_conversation(asks_in_part(**part))
-    kind = part["type"].removesuffix("_url")
-    assert conversation.media_references == [(kind, "a.jpg" if kind == "image" else "a.mp4")]
-    assert conversation.messages[0]["content"] == [{"type": kind}]
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_media_parts_are_read_in_every_spelling(kind):
+    address = f"{kind}_url"
+    for part in (
+        {"type": kind, kind: "a"},
+        {"type": address, address: {"url": "a"}},
+        {"type": address, address: "a"},
+        {"type": kind, "path": "a"},
+    ):
+        conversation = read_conversation(asks_in_part(**part))
+        assert conversation.media_references == [(kind, "a")]
+        assert conversation.messages[0]["content"] == [{"type": kind}]
 
 
 USER, BOT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
@@ -85,20 +81,17 @@ BAD = [
     ({"conversations": [{"from": "narrator", "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
     ({"messages": [USER, {"role": None, "content": "x"}]}, "unknown role", "messages[1].role"),
     (asks("a\ud800b"), "bad text", "conversations[0].value"),
-    (asks("<|image_pad|>"), "placeholder token in text", "conversations[0].value"),
     ({"conversations": [HUMAN]}, "no assistant turn", "conversations"),
     ({"messages": [{"role": "system", "content": "x"}, BOT]}, "wrong role order", "messages"),
     ({"system": 5, **TEXT}, "bad text", "system"),
     ({"system": "a", "messages": [{**USER, "role": "system"}, USER, BOT]}, "two system prompts", "system"),
     ({"image": "a.jpg", **TEXT}, "markers and media differ", "conversations"),
-    (asks("<image>"), "markers and media differ", "conversations"),
     (asks("<image>", image=5), "bad media reference", "image"),
     (asks("<image>", images=["a", ""]), "bad media reference", "images[1]"),
     (asks_in_part(type="tool_use"), "unknown content part", PART),
     (asks_in_part(type="image"), "bad media reference", f"{PART}.image"),
     (asks_in_part(type="video", video=[["1.jpg"]]), "bad media reference", f"{PART}.video[0]"),
     ({"messages": [USER, BOT], **TEXT}, "two conversations", "conversations"),
-    ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, "empty answer", "messages[1]"),
     (
         {"image": "a.jpg", "conversations": [HUMAN, {**GPT, "value": "<image>"}]},
         "empty answer",
@@ -117,13 +110,9 @@ def test_unusable_records_say_why_and_where(record, reason, field):
     )
 
 
-def test_last_question_is_left_out_and_system_turn_accepted():
+def test_last_question_is_left_out_and_empty_columns_of_a_table_are_accepted():
     turns = [{"role": "system", "content": "a"}, USER, BOT, USER]
-    assert read_conversation({"system": "a", "messages": turns}).messages == turns[:3]
-
-
-def test_empty_columns_of_a_table_are_accepted():
-    assert read_conversation({"messages": [USER, BOT], "conversations": []}).messages == [USER, BOT]
+    assert read_conversation({"system": "a", "messages": turns, "conversations": []}).messages == turns[:3]
 
 
 # --- Reading ------------------------------------------------------------------------------------------------
@@ -252,9 +241,7 @@ def test_shards_hold_the_original_bytes_and_the_sizes(tmp_path):
     assert all(name.count(".") in (1, 2) and name.split(".")[0].isdigit() for name in members)
 
 
-@pytest.mark.parametrize(
-    "count,fraction,val", [(2, 0.01, 1), (9, 0.1, 1), (7, 0.9, 6), (40, 0.05, 2), (5, 0.0, 0)]
-)
+@pytest.mark.parametrize("count,fraction,val", [(2, 0.01, 1), (7, 0.9, 6), (40, 0.05, 2), (5, 0.0, 0)])
 def test_splits_are_never_empty(tmp_path, count, fraction, val):
     out, report = converted(tmp_path, [TEXT] * count, val_fraction=fraction, samples_per_shard=1)
     assert (report.train, report.val) == (count - val, val) and report.train >= 1
@@ -494,14 +481,11 @@ def run(tmp_path, records, *options: str) -> int:
     return main(["data", "convert", *map(str, words), *options])
 
 
-@pytest.mark.parametrize("kind", ["parent is a file", "file system takes no folders"])
-def test_folder_that_cannot_be_written_is_named(tmp_path, capsys, kind):
+def test_folder_that_cannot_be_written_is_named(tmp_path, capsys):
     source = write(tmp_path / "in.json", json.dumps([TEXT]).encode())
-    out = source / "out" if kind == "parent is a file" else Path("/proc/out")
-    assert main(["data", "convert", "--input", str(source), "--out", str(out), "--workers", "1"]) == 1
+    assert main(["data", "convert", "--input", str(source), "--out", str(source / "out")]) == 1
     said = capsys.readouterr().err
-    assert f"'{source}'" in said or "'/proc/out.partial'" in said
-    assert "start again" in said and "Traceback" not in said
+    assert f"'{source}'" in said and "start again" in said and "Traceback" not in said
 
 
 def test_command_names_what_has_no_effect(tmp_path, capsys):

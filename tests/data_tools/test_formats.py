@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from data_tools.formats import FORMATS, RecordError, detect_format, read_conversation
+from data_tools.formats import RecordError, detect_format, read_conversation
 
 ASK = {"role": "user", "content": "Hi"}
 SAY = {"role": "assistant", "content": "Hello"}
@@ -74,30 +74,16 @@ SAME = {
 
 @pytest.mark.parametrize("name", SAME)
 def test_conversation_has_the_same_canonical_messages_in_every_format(name):
+    """The format is recognised by its fields."""
     conversation = read_conversation(SAME[name])
     assert conversation.messages == IMAGES
     assert conversation.media_references == MEDIA
     assert conversation.ignored_keys == []
     assert conversation.tool_definitions == []
-    assert not any("loss_weight" in message for message in conversation.messages)
 
 
-def test_formats_are_recognised_by_their_fields_or_given():
-    found = {name: detect_format(record).name for name, record in SAME.items()}
-    assert found == {
-        "sharegpt": "sharegpt",
-        "llava": "sharegpt",
-        "openai": "openai",
-        "messages with markers": "openai",
-        "alpaca": "alpaca",
-        "query": "alpaca",
-        "pairs": "pairs",
-        "parts without a type": "openai",
-    }
+def test_fields_decide_between_formats_unless_one_is_given():
     assert detect_format({"conversations": SHAREGPT, "data_path": "cats"}).name == "qwen"
-    conversations = {name for name, one in FORMATS.items() if not one.is_document}
-    assert {*found.values(), "qwen", "trl"} == conversations
-
     both = {"instruction": "Hi", "output": "Hello", "messages": [ASK, SAY]}
     assert detect_format(both).name == "openai"
     assert read_conversation(both, "alpaca").messages == [ASK, SAY]
@@ -131,6 +117,32 @@ def test_alpaca_joins_instruction_and_input_by_a_newline():
         read_conversation({"instruction": "", "input": "Chat", "output": "Cat"}).messages[0]["content"]
         == "Chat"
     )
+
+
+def test_records_of_other_toolkits_are_read_as_their_documentation_means_them():
+    """TRL's parts have all keys, and images as tables hold them; ms-swift has boxes beside the texts."""
+    parts = [{"index": None, "text": "What?\n", "type": "text"}, {"index": 0, "text": None, "type": "image"}]
+    answer = [{"index": None, "text": "A dot.", "type": "text"}]
+    trl = {"messages": [ASK | {"content": parts}, SAY | {"content": answer}]}
+    read = read_conversation(trl | {"images": [{"bytes": b"png", "path": None}]})
+    assert read.messages == [
+        ASK | {"content": [text_part("What?\n"), {"type": "image"}]},
+        SAY | {"content": "A dot."},
+    ]
+    assert read.media_references == [("image", b"png")]
+
+    boxes = {"ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8], [360.9, 480.8, 495, 532.8]]}
+    for question, answer, objects in (
+        ("Find the <ref-object>", "<bbox><bbox>", boxes),
+        (
+            "Find the <|object_ref_start|>sheep<|object_ref_end|>",
+            "<|box_start|>(1,2)<|box_end|>",
+            {"bbox": []},
+        ),
+    ):
+        turns = [ASK | {"content": f"<image>{question}"}, SAY | {"content": answer}]
+        read = read_conversation({"messages": turns, "images": ["a.png"], "objects": objects})
+        assert [read.messages[0]["content"][1]["text"], read.messages[1]["content"]] == [question, answer]
 
 
 # --- Tools --------------------------------------------------------------------------------------------------
@@ -209,6 +221,22 @@ def test_parallel_calls_and_a_thought_in_front_of_a_call():
     both = read_conversation({"conversations": [turns[0], two, turns[2], *turns[2:]]}).messages
     assert both[1]["tool_calls"] == [CALL, CALL]
     assert [m["role"] for m in both] == ["user", "assistant", "tool", "tool", "assistant"]
+
+
+def test_images_may_stand_in_results():
+    """As in ms-swift's agents."""
+    thought = {**LOOK, "content": "<think>\nI look.\n</think>\n"}
+    turns = [
+        {"role": "tool_call", "content": WRITTEN},
+        {"role": "tool_response", "content": '{"x": "<image>"}'},
+    ]
+    record = {"messages": [{**RAIN, "content": "<image>Rain?"}, thought, *turns, YES], **LISTED}
+    read = read_conversation(record)
+    image = {"type": "image"}
+    result = {"role": "tool", "content": [text_part('{"x": "'), image, text_part('"}')]}
+    question = {**RAIN, "content": [image, text_part("Rain?")]}
+    assert read.messages == [question, {**thought, "tool_calls": [CALL]}, result, YES]
+    assert read.media_references == MEDIA
 
 
 # --- Reasoning and weights ----------------------------------------------------------------------------------
@@ -319,6 +347,7 @@ REFUSED = [
     (says(loss=False), "no loss", "messages"),
     ({"messages": [ASK, SAY], "objects": {"bbox": [[1, 2]]}}, "bad objects", "objects"),
     ({"messages": [ASK, SAY], "bboxes": [[1, 2]]}, "not supervised text", "bboxes"),
+    ({"conversations": SHAREGPT[:1], "chosen": "b", "rejected": "c"}, "not supervised text", "chosen"),
     ({"instruction": "a", "output": "b", "kto_tag": True}, "not supervised text", "kto_tag"),
     ({"instruction": "a", "query": "b", "output": "c"}, "two conversations", "query"),
     ({"instruction": "a", "output": "b", "history": ["c"]}, "bad history", "history[0]"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-from data_tools import record_ids
-from data_tools.record_ids import RecordIds
+from data_tools import convert
+from data_tools.convert import RecordIds
 
 
 def test_first_of_equal_ids_is_found_among_many(monkeypatch, capsys) -> None:
     """Compared with a dictionary of all ids; every fifth id occurred before, in the same file or another."""
-    monkeypatch.setattr(record_ids, "MAX_LATEST", 1000)
-    monkeypatch.setattr(record_ids, "WARNED_COUNT", 20_000)
+    monkeypatch.setattr(convert, "MAX_LATEST", 1000)
+    monkeypatch.setattr(convert, "WARNED_COUNT", 20_000)
     choose = random.Random(5)
     first: dict[str, tuple[str, int]] = {}
     ids = RecordIds()
@@ -31,7 +31,7 @@ def test_first_of_equal_ids_is_found_among_many(monkeypatch, capsys) -> None:
 
 def test_hashes_that_end_in_zero_bytes_are_found(monkeypatch) -> None:
     """numpy cuts them off."""
-    monkeypatch.setattr(record_ids, "MAX_LATEST", 500)
+    monkeypatch.setattr(convert, "MAX_LATEST", 500)
     ids = RecordIds()
     for turn in range(2):
         for number in range(2000):  # about eight hashes end in a zero byte

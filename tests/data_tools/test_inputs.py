@@ -75,15 +75,9 @@ def test_tables_give_the_samples_of_the_same_records_in_json(tmp_path):
 def test_nulls_that_a_table_fills_in_are_dropped(tmp_path):
     """Arrow gives each call the arguments of all others; what a row lacks must not come back as null."""
     other = {"name": "wait", "arguments": {"seconds": 3}}
-    record = {
-        "messages": [
-            {"role": "user", "content": "Go", "tool_calls": None},
-            {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}, {"function": other}]},
-            {"role": "tool", "content": "ok"},
-            {"role": "tool", "content": "ok"},
-            {"role": "assistant", "content": "Done."},
-        ]
-    }
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}, {"function": other}]}
+    ask, result = {"role": "user", "content": "Go", "tool_calls": None}, {"role": "tool", "content": "ok"}
+    record = {"messages": [ask, call, result, result, SAY]}
     pq.write_table(pa.Table.from_pylist([record]), tmp_path / "t.parquet")
     ((_, read),) = read_records(tmp_path / "t.parquet")
     calls = read_conversation(read).messages[1]["tool_calls"]
@@ -126,34 +120,19 @@ def index_of(folder: Path, entries: dict) -> Path:
 
 def test_index_names_files_columns_and_tags(tmp_path):
     """A column that the index leaves out has no effect, as in LLaMA-Factory."""
-    alpaca = [{"question": "Q", "answer": "A", "system": "not named"}]
-    chats = [
-        {
-            "talk": [{"who": "person", "says": "<image>?"}, {"who": "model", "says": "Yes."}],
-            "images": ["a.png"],
-            "rules": "Be brief.",
-        }
-    ]
-    (tmp_path / "alpaca.jsonl").write_text(json.dumps(alpaca[0]))
+    talk = [{"who": "person", "says": "<image>?"}, {"who": "model", "says": "Yes."}]
+    chats = [{"talk": talk, "images": ["a.png"], "rules": "Be brief."}]
+    (tmp_path / "alpaca.jsonl").write_text(
+        json.dumps({"question": "Q", "answer": "A", "system": "not named"})
+    )
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats/1.json").write_text(json.dumps(chats))
-    index = index_of(
-        tmp_path,
-        {
-            "first": {"file_name": "alpaca.jsonl", "columns": {"prompt": "question", "response": "answer"}},
-            "second": {
-                "file_name": "chats",
-                "formatting": "sharegpt",
-                "columns": {"messages": "talk", "images": "images", "system": "rules"},
-                "tags": {
-                    "role_tag": "who",
-                    "content_tag": "says",
-                    "user_tag": "person",
-                    "assistant_tag": "model",
-                },
-            },
-        },
-    )
+    alpaca_columns = {"prompt": "question", "response": "answer"}
+    columns = {"messages": "talk", "images": "images", "system": "rules"}
+    tags = {"role_tag": "who", "content_tag": "says", "user_tag": "person", "assistant_tag": "model"}
+    second = {"file_name": "chats", "formatting": "sharegpt", "columns": columns, "tags": tags}
+    entries = {"first": {"file_name": "alpaca.jsonl", "columns": alpaca_columns}, "second": second}
+    index = index_of(tmp_path, entries)
     first, second = find_input_files([index])
     read = [
         read_conversation(source.rename_fields(record), source.format_name)
@@ -178,10 +157,8 @@ def test_index_names_files_columns_and_tags(tmp_path):
     "entry,message",
     [
         ({"hf_hub_url": "a/b"}, "hf download --repo-type dataset a/b .* choose local ones: .*:NAME"),
-        ({"script_url": "x"}, "is on a hub"),
         ({"file_name": "in.json", "ranking": True}, "preferences"),
         ({"file_name": "in.json", "formatting": "csv"}, "formatting 'csv'; valid: alpaca, sharegpt, openai"),
-        ({"file_name": "in.json", "columns": {"image": "x"}}, "tags image are unknown"),
         ({"file_name": "in.json", "tags": {"tool_tag": "x"}}, "tags tool_tag are unknown"),
         ({"file_name": "in.json", "num_samples": 5}, "num_samples"),
         ({"file_name": "gone.json"}, "gone.json does not exist"),

@@ -11,10 +11,17 @@ import pytest
 
 from data_tools import statistics as module
 from data_tools.sample_sizes import index_datasets
-from data_tools.sample_sources import open_encoder
+from data_tools.sample_sources import (
+    SampleReader,
+    SampleSource,
+    _sources_of_parts,
+    open_encoder,
+    read_sources,
+)
 from data_tools.statistics import DatasetStatistics, count_statistics, describe_values
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
+from megatron_vl.data.source.dataset_description import DatasetDescription, _join_parts
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
@@ -157,3 +164,32 @@ def test_quantiles_equal_those_by_hand():
     weighted = describe_values(np.array([7, 100, 3]), np.array([0.9, 0.04, 0.06]))
     assert [weighted[name] for name in ("p5", "p50", "p95", "p99")] == [3, 7, 7, 100]
     assert weighted["mean"] == pytest.approx(0.9 * 7 + 4 + 0.18)
+
+
+# --- The data sets of a mixture, and single samples of them -------------------------------------------------
+
+
+def test_samples_are_found_by_key_and_by_place(out):
+    (source,) = read_sources(out, "train")
+    assert len(source) == 31 and source.shard_position(20) == ("train-000001.tar", 0)
+    assert source.find_sample("000000020") == source.find_sample("train-000001.tar[0]") == 20
+    assert source.find_sample("000000099") is None and source.find_sample("train-000001.tar[11]") is None
+    reader = SampleReader(source)
+    sample = reader.read_sample(20, with_media=True)
+    assert sample.key == "000000020" and all(sample.media_bytes.values())
+    assert list(reader.read_sample(20, with_media=False).media_bytes) == list(sample.media_bytes)
+    reader.close()
+
+
+def test_folder_of_parts_gives_a_source_for_each(tmp_path):
+    """The third part has no shard of the split."""
+    parts = []
+    for number, counts in enumerate(([3, 4], [5], [])):
+        shards = {f"train-{i:06d}.tar": count for i, count in enumerate(counts)}
+        splits = {"train": list(shards)}
+        parts.append(DatasetDescription(tmp_path / f"part-{number}", splits, [], shards, ""))
+    found = _sources_of_parts(SampleSource("set", _join_parts(tmp_path, parts), "train", 0.5))
+    assert [(each.name, len(each)) for each in found] == [("set/part-0", 7), ("set/part-1", 5)]
+    assert [each.share for each in found] == [pytest.approx(0.5 * 7 / 12), pytest.approx(0.5 * 5 / 12)]
+    (alone,) = _sources_of_parts(SampleSource("set", parts[0], "train", 1.0))
+    assert alone.dataset is parts[0]

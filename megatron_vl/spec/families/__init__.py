@@ -27,7 +27,6 @@ FAMILIES = {
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
 }
-"""HF ``model_type`` -> the module that reads its config."""
 FIELD_LIMITS = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
 """Largest accepted value of each of these fields."""
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from megatron_vl.spec.families.config_error import ConfigError
 from megatron_vl.spec.families.rope import (
+    ConfigError,
     YarnSpec,
     check_rope_places,
     read_rope_fields,
@@ -56,7 +56,6 @@ class VisionSpec:
     tokens_per_second: float = 0.0
     """Temporal M-RoPE positions per second of video (Qwen2.5-VL); 0 means one position per frame group."""
     patch_bias: bool = False
-    """Whether the patch embedding has a bias."""
     position_table_side: int = 0
     """Number of rows (and columns) of the square table of learned position embeddings; 0 means no table. The
     table is interpolated to each grid of patches and added to their embeddings."""
@@ -107,7 +106,6 @@ class MoeSpec:
 
     num_experts: int
     top_k: int
-    """Number of experts that a token goes to."""
     ffn_hidden_size: int
     """FFN width of one expert. :attr:`LanguageSpec.ffn_hidden_size` is that of the dense layers."""
     aux_loss_coef: float = dataclasses.field(compare=False)
@@ -116,7 +114,6 @@ class MoeSpec:
     dense_layers: tuple[int, ...]
     """Zero-based decoder layers that keep a dense MLP."""
     output_router_logits: bool = dataclasses.field(default=False, compare=False)
-    """Whether the load-balancing loss is added."""
     shared_ffn_hidden_size: int = 0
     """FFN width of the shared expert, which has its own gate and processes every token; 0: there is none."""
 
@@ -156,8 +153,6 @@ class LinearAttentionSpec:
 
 @dataclass(frozen=True)
 class LanguageSpec:
-    """The language model."""
-
     hidden_size: int
     num_layers: int
     ffn_hidden_size: int
@@ -222,7 +217,6 @@ class LanguageSpec:
         return fields | (self.yarn.as_fields() if self.yarn else {})
 
     def has_linear_attention(self, layer_index: int) -> bool:
-        """Whether the decoder layer ``layer_index`` (from 0) has linear attention."""
         return self.linear_attention is not None and layer_index in self.linear_attention.linear_layers
 
     def has_experts(self, layer_index: int) -> bool:
@@ -257,14 +251,17 @@ class ModelSpec:
         """
         if self.family != other.family:
             return [("family", self.family, other.family)]
-        differences = []
-        for half in ("vision", "language"):
-            for spec_field in dataclasses.fields(getattr(self, half)):
-                own, others = (getattr(getattr(spec, half), spec_field.name) for spec in (self, other))
-                is_compared = spec_field.compare and spec_field.name not in ("yarn", "has_mtp")
-                if is_compared and own != others:
-                    differences.append((f"{half} {spec_field.name}", own, others))
-        return differences
+        halves: dict[str, tuple[Any, Any]] = {
+            "vision": (self.vision, other.vision),
+            "language": (self.language, other.language),
+        }
+        compared = {
+            f"{half} {each.name}": (getattr(own, each.name), getattr(others, each.name))
+            for half, (own, others) in halves.items()
+            for each in dataclasses.fields(own)
+            if each.compare and each.name not in ("yarn", "has_mtp")
+        }
+        return [(name, value, others) for name, (value, others) in compared.items() if value != others]
 
     def with_mtp(self, has_mtp: bool = True) -> ModelSpec:
         """A copy with or without the layer of multi-token prediction.
@@ -473,7 +470,6 @@ def assemble_model_spec(
 
 
 def _check_vision_spec(vision_spec: VisionSpec) -> None:
-    """Raises ConfigError for vision fields that contradict each other."""
     if vision_spec.hidden_size % vision_spec.num_heads:
         raise ConfigError(
             f"config.json: vision width {vision_spec.hidden_size} is not divisible by {vision_spec.num_heads}"

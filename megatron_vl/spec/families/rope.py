@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.spec.families.config_error import ConfigError
+from megatron_vl.system.errors import UserError
 
 PLACES = ("rope_scaling", "rope_parameters")
 """The names of a section of rotary fields, in the order in which transformers takes them."""
@@ -26,6 +26,10 @@ YARN_FIELDS = (
 """Fields of YaRN. transformers reads ``attention_factor``. vLLM instead multiplies the default by
 ``attn_factor``."""
 _IGNORED_FIELDS = ("rope_type", "type", "finetuned")
+
+
+class ConfigError(UserError, ValueError):
+    """A Hugging Face config cannot be used. The message names the field and what would be valid."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,8 @@ class YarnSpec:
             "factor": self.factor,
             "original_max_position_embeddings": self.original_length,
         }
-        for name in ("beta_fast", "beta_slow"):
-            if (value := getattr(self, name)) != getattr(YarnSpec, name):
-                fields[name] = value
+        betas = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow}
+        fields |= {name: value for name, value in betas.items() if value != getattr(YarnSpec, name)}
         default = _default_attention_factor(self.factor)
         if self.attention_factor != default:
             fields |= {
@@ -100,10 +103,9 @@ def read_rope_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 def _rope_places(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Place -> its rotary fields, for all places that have some."""
-    sections = {"": config, "text_config.": text_config(config)}
     return {
         f"{prefix}{name}": section[name]
-        for prefix, section in sections.items()
+        for prefix, section in {"": config, "text_config.": text_config(config)}.items()
         for name in PLACES
         if section.get(name)
     }
@@ -192,7 +194,6 @@ def _refuse_unknown(fields: Mapping[str, Any]) -> None:
 def _number(
     fields: dict[str, Any], name: str, *, default: float | None = None, minimum: float = 0.0
 ) -> float:
-    """A number above 0 among the fields."""
     value: Any = default if fields.get(name) is None else fields[name]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not minimum <= value < math.inf or not value:
