@@ -5,17 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from mkdocs.config import load_config
-from mkdocs.structure.files import File
-from mkdocs.structure.pages import Page
 
 from benchmarks.card import TIMED_ROWS, main
 from megatron_vl.spec.families import read_spec
-from tests.docs_site import docs_hooks
+from tests.docs_site import docs_hooks, site_page
 from tests.support.ranks import call
 from tests.toolkit.programs import card_losses
 
@@ -92,7 +88,7 @@ def test_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(card | {"date": f"day of {name}"}))
     hooks = docs_hooks()
     monkeypatch.setattr(hooks, "CARDS", tmp_path)
-    text = site_page("qwen3_vl")
+    text = site_page("families/qwen3_vl.md")
     assert "day of qwen3_vl on" in text
     assert "day of qwen3_vl-small on" in text
     assert "day of qwen3_vl_moe" not in text
@@ -110,15 +106,7 @@ def test_page_without_a_card_stays_as_it_is(tmp_path, monkeypatch) -> None:
     hooks = docs_hooks()
     monkeypatch.setattr(hooks, "CARDS", tmp_path)
     written = (ROOT / "docs" / "families" / "qwen2_vl.md").read_text()
-    assert site_page("qwen2_vl") == written
-
-
-def site_page(name: str) -> str:
-    """The Markdown of a family's page as the site has it."""
-    address = f"families/{name}.md"
-    file = File(address, "docs", "site", use_directory_urls=False)
-    page: Any = Page(None, file, load_config(str(ROOT / "mkdocs.yml")))
-    return docs_hooks().on_page_markdown((ROOT / "docs" / address).read_text(), page=page)
+    assert site_page("families/qwen2_vl.md") == written
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL-2B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5-35B-A3B"])
