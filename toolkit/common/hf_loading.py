@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,22 +140,6 @@ def _fill_experts(model: Any, hf_dir: str | Path) -> None:
         if source.tensor_infos[rule.name].num_experts:
             (name,) = rule.hf_shapes
             model.get_parameter(name).copy_(source.read_shard(rule.name))
-
-
-def greedy_settings(stop_token_ids: Sequence[int], max_new_tokens: int) -> Any:
-    """The ``generation_config`` of a model that answers greedily until one of ``stop_token_ids``.
-
-    Assign it to the model: given to ``generate``, the folder's own settings (sampling, a repetition penalty)
-    would fill in what it leaves out.
-    """
-    from transformers import GenerationConfig
-
-    return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(stop_token_ids),
-        pad_token_id=stop_token_ids[0],
-    )
 
 
 def use_torch_for_linear_attention(spec: ModelSpec) -> None:

@@ -28,10 +28,6 @@ from megatron_vl.config.removed import explain_unknown
 from megatron_vl.system.errors import UsageError
 from megatron_vl.system.folder_kind import is_hub_name, why_no_model
 
-RUN_FIELDS_HELP = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
-WIDTH = 100
-"""Columns of a description in ``--help``."""
-
 
 @dataclasses.dataclass(kw_only=True)
 class CommandOptions:
@@ -105,13 +101,9 @@ def check_paths(options: CommandOptions) -> None:
 
 def check_path(path: Path, is_model: bool) -> None:
     """Raises FileNotFoundError if there is no such path."""
-    try:
-        path.stat()
-    except FileNotFoundError:
+    if not path.exists():
         # Users may give the name of a repository on the Hugging Face hub, which is not a folder.
-        raise FileNotFoundError(why_no_model(path) if is_model else f"{path} does not exist") from None
-    except OSError:
-        pass  # the command itself reports what is wrong
+        raise FileNotFoundError(why_no_model(path) if is_model else f"{path} does not exist")
 
 
 # --- The parser ---------------------------------------------------------------------------------------------
@@ -124,10 +116,12 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(options_class: type[CommandOptions], program_name: str) -> argparse.ArgumentParser:
     """Builds the parser of a command's own options and, unexplained, of the fields of a run."""
-    run_help = RUN_FIELDS_HELP if options_class.run_fields and not options_class.explains_run else ""
+    run_help = ""
+    if options_class.run_fields and not options_class.explains_run:
+        run_help = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
     parser = _Parser(
         prog=program_name,
-        description=textwrap.fill(" ".join((options_class.__doc__ or "").split()), WIDTH),
+        description=textwrap.fill(" ".join((options_class.__doc__ or "").split()), width=100),
         epilog=f"{options_class.epilog}\n{run_help}".strip() or None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an option that is added later must not change what an abbreviation means

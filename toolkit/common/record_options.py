@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_vl.system.plurals import pluralize
 from megatron_vl.system.processes import available_cores
 from toolkit.common.options import CommandOptions, option, option_flag
 
@@ -49,10 +50,11 @@ class RecordOptions(CommandOptions):
 
     def given_flags(self) -> list[str]:
         """The flags of the options that were given: those that have not their default."""
-        own_fields = (
-            field for field in dataclasses.fields(self) if field.name in RecordOptions.__annotations__
-        )
-        return [option_flag(field.name) for field in own_fields if getattr(self, field.name) != field.default]
+        return [
+            option_flag(field.name)
+            for field in dataclasses.fields(RecordOptions)
+            if field.name in RecordOptions.__annotations__ and getattr(self, field.name) != field.default
+        ]
 
     def conversion_options(
         self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any
@@ -77,12 +79,10 @@ class RecordOptions(CommandOptions):
 
 def ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
     """What is ignored in a location, why, and what that means; the most frequent keys first."""
-    shown_counts = Counter(counts).most_common(MAX_SHOWN_KEYS)
-    key_texts = []
-    for key, key_count in shown_counts:
-        location = key_location.removesuffix("s") if key_count == 1 else key_location
-        key_texts.append(f"{key if key.isprintable() else ascii(key)} in {key_count} {location}")
-    num_unshown = len(counts) - len(shown_counts)
-    more_text = f", and {num_unshown} more keys (see report.json)" if num_unshown else ""
+    shown = Counter(counts).most_common(MAX_SHOWN_KEYS)
+    noun = key_location.removesuffix("s")
+    keys = [f"{key if key.isprintable() else ascii(key)} in {pluralize(count, noun)}" for key, count in shown]
+    if len(counts) > len(shown):
+        keys.append(f"and {len(counts) - len(shown)} more keys (see report.json)")
     reason = "keys that the format does not read, so that nothing in them is trained on"
-    return f"ignored ({reason}): {', '.join(key_texts)}{more_text}"
+    return f"ignored ({reason}): {', '.join(keys)}"

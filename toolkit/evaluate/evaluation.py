@@ -152,8 +152,7 @@ def _package_versions() -> dict[str, str]:
 def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     """What decides answers and scores, with a choice for what was not given."""
     tensor_folder = check_hf_folder(options.original)
-    codes = Counter(map(tensor_folder.dtype_code, tensor_folder.file_by_tensor))
-    weights_dtype = DTYPE_BY_CODE.get(codes.most_common(1)[0][0], torch.bfloat16)
+    [(code, _)] = Counter(map(tensor_folder.dtype_code, tensor_folder.file_by_tensor)).most_common(1)
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
     model_bytes *= 2 if isinstance(tensor_folder, Fp8Folder) else 1  # it is loaded in bfloat16
     num_gpus = usable_gpus()
@@ -162,7 +161,7 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
         "judge": options.judge.partition("@")[0] or NO_JUDGE,
         "limit": options.limit,
         # Other types than float32 are slow on CPU.
-        "dtype": dtype_name(weights_dtype) if num_gpus else "float32",
+        "dtype": dtype_name(DTYPE_BY_CODE.get(code, torch.bfloat16)) if num_gpus else "float32",
         "processes": max(1, num_gpus // math.ceil(model_bytes / GPU_BYTES)),
         "max_new_tokens": [options.max_new_tokens or limit for limit in DEFAULT_LIMITS],
         "versions": _package_versions(),
@@ -255,9 +254,8 @@ def _run_vlmevalkit(options: EvaluateOptions, work_dir: Path, result: Evaluation
     if (work_dir / UNUSABLE_FILE).is_file():
         raise UsageError((work_dir / UNUSABLE_FILE).read_text())
     if process.returncode:
-        lines = log_path.read_text(errors="replace").strip().splitlines()[-12:]
-        message = f"VLMEvalKit ended with exit code {process.returncode}; see {log_path}:"
-        raise UserError("\n".join([message, *lines]))
+        log_end = "\n".join(log_path.read_text(errors="replace").strip().splitlines()[-12:])
+        raise UserError(f"VLMEvalKit ended with exit code {process.returncode}; see {log_path}:\n{log_end}")
 
 
 # --- What VLMEvalKit and its models wrote -------------------------------------------------------------------
@@ -311,15 +309,14 @@ def compare_answers(original_dir: Path, converted_dir: Path) -> tuple[str, str, 
 
 def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> list[str]:
     """The converted checkpoint scores what the original scores; every checkpoint has the same metrics."""
-    problems = []
     expected = checkpoints["original"]["metrics"]
-    for role, facts in checkpoints.items():
-        metrics = facts["metrics"]
-        if expected and metrics:  # otherwise VLMEvalKit's reason is a problem already
-            for name in sorted(expected.keys() ^ metrics.keys()):
-                holder = "the original" if name in expected else role
-                problems.append(f"{role}: metric {name!r} is missing; only {holder} has it")
-        for name in expected.keys() & metrics.keys() if role == "converted" else ():
-            if metrics[name] != expected[name]:
-                problems.append(f"{name}: {expected[name]} and {metrics[name]}")
-    return problems
+    converted = checkpoints["converted"]["metrics"]
+    missing = [
+        f"{role}: metric {name!r} is missing; only {'the original' if name in expected else role} has it"
+        for role, facts in checkpoints.items()
+        for name in sorted(expected.keys() ^ facts["metrics"].keys())
+        if expected and facts["metrics"]  # otherwise VLMEvalKit's reason is a problem already
+    ]
+    common = expected.keys() & converted.keys()
+    others = [name for name in sorted(common) if converted[name] != expected[name]]
+    return missing + [f"{name}: {expected[name]} and {converted[name]}" for name in others]
