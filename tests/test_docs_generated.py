@@ -24,13 +24,19 @@ from toolkit.common.options import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 HOOKS = docs_hooks()
-SLOW_PAGE = pytest.param("which-gpu.md", marks=pytest.mark.slow)
+WHOLE = [name for name in HOOKS.WRITTEN if name != "which-gpu.md"]
 
 
-@pytest.mark.parametrize("name", [*(name for name in HOOKS.WRITTEN if name != "which-gpu.md"), SLOW_PAGE])
+@pytest.mark.parametrize("name", [*WHOLE, pytest.param("which-gpu.md", marks=pytest.mark.full)])
 def test_written_pages_are_those_of_the_code(name: str) -> None:
     written = (ROOT / "docs" / name).read_text().partition(HOOKS.MARK)[2]
     assert written == f"{HOOKS.WRITTEN[name]().strip()}\n", "run `make pages`"
+
+
+def test_one_model_of_the_page_of_gpus_is_as_the_code_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take half a minute."""
+    monkeypatch.setattr(HOOKS, "GPU_PAGE_MODELS", ["Qwen2.5-VL-7B-Instruct"])
+    assert HOOKS.gpus_for_models() in (ROOT / "docs" / "which-gpu.md").read_text(), "run `make pages`"
 
 
 def test_matrix_has_every_family_and_only_cases_of_the_parity_table() -> None:
