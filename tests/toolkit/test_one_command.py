@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
+import inspect
 import json
 import os
 import re
@@ -14,6 +14,7 @@ import tarfile
 import threading
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from data_tools.input_files import find_input_files
@@ -27,6 +28,7 @@ from toolkit.train import prepare
 from toolkit.train.options import TrainOptions
 from toolkit.train.prepare import (
     convert_once,
+    download_model,
     is_hub_name,
     is_records,
     prepare_run,
@@ -162,14 +164,7 @@ def test_dry_run_answers_for_records_that_no_start_has_converted(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     records = questions(tmp_path / "raw", count=300)
-    words = [
-        "train",
-        "--dry-run",
-        "--model.hf",
-        str(tiny_checkpoint("qwen2_5_vl")),
-        "--data.path",
-        str(records),
-    ]
+    words = ["train", "--dry-run", f"--model.hf={tiny_checkpoint('qwen2_5_vl')}", f"--data.path={records}"]
     assert main(words) == 1
     refusal = capsys.readouterr().err.splitlines()[-1]
     assert "256 of 256 records cannot be used" in refusal
@@ -274,74 +269,26 @@ def test_folders_of_records_are_no_data_sets(tmp_path: Path):
     assert [file.path.name for file in find_input_files([tmp_path / "set"])] == ["x.json"]
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """The part of the Hub's API that a download needs."""
-
-    files = {"config.json": b"{}", "tokenizer.json": b'{"a": 1}'}
-    sha = "0123456789abcdef0123456789abcdef01234567"
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        name = self.path.rpartition("/")[2]
-        if self.path.startswith("/api/models/Org/Model/revision/main"):
-            body = {"id": "Org/Model", "sha": self.sha, "siblings": [{"rfilename": f} for f in self.files]}
-            self.answer(json.dumps(body).encode())
-        elif self.path.startswith("/api/models/Org/Model/tree"):
-            body = [
-                {"type": "file", "path": f, "size": len(c), "oid": "a" * 40} for f, c in self.files.items()
-            ]
-            self.answer(json.dumps(body).encode())
-        elif "/resolve/" in self.path and name in self.files:
-            self.answer(self.files[name])
-        else:
-            self.send_error(404)
-
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Content-Type", "application/json")
-        self.send_header("ETag", f'"{hash(body)}"')
-        self.send_header("X-Repo-Commit", self.sha)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def download(
-    name: str, home: Path, endpoint: str, local_files_only: bool = False
-) -> subprocess.CompletedProcess[str]:
-    call = f"print(download_model(sys.argv[1], local_files_only={local_files_only}))"
-    code = f"import sys; from toolkit.train.prepare import download_model; {call}"
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-    return subprocess.run(
-        [sys.executable, "-c", code, name], env=environment, capture_output=True, text=True, check=False
-    )
-
-
-def test_model_is_downloaded_by_its_name(tmp_path: Path):
+def test_model_is_downloaded_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    """Nothing is downloaded here: huggingface_hub itself says that it is offline."""
     assert is_hub_name("Qwen/Qwen2.5-VL-7B-Instruct")
     assert not any(map(is_hub_name, ("checkpoints/a", "checkpoints/a/b", "", "/abs/dir", "tests/data")))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    done = download("Org/Model", tmp_path, endpoint)
-    assert done.returncode == 0, done.stderr
-    folder = Path(done.stdout.strip().splitlines()[-1])
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == Hub.files
+    wanted = "Org/Other does not exist; give .*hf download Org/Other --local-dir checkpoints/Other"
+    with pytest.raises(RunConfigError, match=f"{wanted}.*; --dry-run downloads nothing"):
+        download_model("Org/Other", local_files_only=True)
+    with pytest.raises(RunConfigError, match=f"{wanted}.*; it cannot be downloaded: "):
+        download_model("Org/Other")
 
-    assert Path(download("Org/Model", tmp_path, "", local_files_only=True).stdout.strip()) == folder
-    dry = download("Org/Other", tmp_path, endpoint, local_files_only=True)
-    assert "Org/Other does not exist; give" in dry.stderr and "; --dry-run downloads nothing" in dry.stderr
+    signature, given = inspect.signature(huggingface_hub.snapshot_download), []
 
-    missing = download("Org/Other", tmp_path, endpoint)
-    server.shutdown()
-    assert missing.returncode != 0
-    assert "hf download Org/Other --local-dir checkpoints/Other" in missing.stderr
+    def download(*args: object, **options: object) -> str:
+        given.append(signature.bind(*args, **options).arguments)
+        return "/cache/Org/Model"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert download_model("Org/Model") == "/cache/Org/Model"
+    assert given[0]["repo_id"] == "Org/Model" and "*.bin" in given[0]["ignore_patterns"]
+    assert not given[0]["local_files_only"]
 
 
 def test_steps_and_epochs_exclude_each_other(tiny_checkpoint, capsys: pytest.CaptureFixture[str]):
