@@ -144,13 +144,10 @@ def split_turns(token_ids: Tensor, loss_mask: Tensor, encoder: RowEncoder) -> li
     start_token = tokenizer.convert_tokens_to_ids("<|im_start|>")
     placeholders = {spec.image_token_id: "image", spec.video_token_id: "video"}
     turn_numbers, ids = (token_ids == start_token).cumsum(0).tolist(), token_ids.tolist()
-    marks = zip(turn_numbers, loss_mask.tolist(), map(placeholders.get, ids), strict=True)
+    marked_ids = zip(turn_numbers, loss_mask.tolist(), map(placeholders.get, ids), ids, strict=True)
     turns: dict[int, dict[str, Any]] = {}
-    marked_ids = zip(marks, ids, strict=True)
-    for (number, is_trained, placeholder), group in itertools.groupby(
-        marked_ids, key=lambda marked: marked[0]
-    ):
-        piece_ids = [token_id for _, token_id in group]
+    for mark, group in itertools.groupby(marked_ids, key=lambda marked: marked[:3]):
+        (number, is_trained, placeholder), piece_ids = mark, [token_id for *_, token_id in group]
         text = f"[{placeholder}: {len(piece_ids):,} tokens]"
         if placeholder is None:
             text = tokenizer.decode(piece_ids, clean_up_tokenization_spaces=False)

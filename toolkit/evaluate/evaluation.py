@@ -83,8 +83,11 @@ def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) 
         if folder is not None:
             show_line(f"{role}: reading {folder}")
             hf_dir = exported_folder(folder, options.original, options.out / role)
-            facts = {"folder": str(hf_dir.resolve()), "sha256": folder_hash(hf_dir)}
-            result.checkpoints[role] = facts | {"tensors": "", "answers": "", "metrics": {}, "unanswered": 0}
+            result.checkpoints[role] = {
+                "folder": str(hf_dir.resolve()),
+                "sha256": folder_hash(hf_dir),
+                **{"tensors": "", "answers": "", "metrics": {}, "unanswered": 0},
+            }
     original, converted = result.checkpoints["original"], result.checkpoints["converted"]
     comparison = compare_weights(Path(original["folder"]), Path(converted["folder"]))
     differences = [f"tensor {difference.name}: {difference.how}" for difference in comparison.differences]

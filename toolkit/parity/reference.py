@@ -168,10 +168,8 @@ def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapt
         raise UserError(f"--lora compares with peft ({error}): pip install peft") from error
     if not adapter_dir.exists():
         targets = target_settings(released_matrices(spec), spec)
-        lora_config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **targets)
-        peft_model = peft.get_peft_model(model, lora_config)
-        generator = torch.Generator().manual_seed(0)
-        b_scale = RANDOM_B_SCALE / rank**0.5
+        peft_model = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, **targets))
+        generator, b_scale = torch.Generator().manual_seed(0), RANDOM_B_SCALE / rank**0.5
         for name, parameter in peft_model.named_parameters():
             if ".lora_B." in name:
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * b_scale)
@@ -186,10 +184,8 @@ def write_adapter_gradients(
     """Converts the gradients of all factors, in fp32, as if they were the adapters of a PEFT folder."""
     from peft import get_peft_model_state_dict
 
-    gradients = {name: tensor.float().cpu() for name, tensor in gradients_by_name(peft_model).items()}
-    stored = get_peft_model_state_dict(peft_model, state_dict=gradients)
+    gradients = {n: tensor.float().cpu().contiguous() for n, tensor in gradients_by_name(peft_model).items()}
     with tempfile.TemporaryDirectory(prefix="parity-gradients-") as folder:
         shutil.copy(adapter_dir / ADAPTER_CONFIG_FILE, folder)
-        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
-        save_file(contiguous, Path(folder) / ADAPTER_FILE)
+        save_file(get_peft_model_state_dict(peft_model, state_dict=gradients), Path(folder) / ADAPTER_FILE)
         convert_adapter(folder, hf_dir, weights_dir)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
+
+from rich.table import Table
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.gpus import reserve_gib
@@ -58,15 +61,12 @@ def print_plan(found: Plan) -> None:
         print(line)
 
 
-def _layout_table(found: Plan) -> Any:
-    from rich.table import Table
-
+def _layout_table(found: Plan) -> Table:
     table = Table("layout", "s a step", "tokens/s", "MFU", "GiB", "stages wait", title="Layouts that fit")
     for prediction in (*([found.own] if found.own else []), *found.fitting):
         text = describe_layout(prediction.config, prediction.layout, prediction.dp)
         if prediction is found.own:
-            fits_text = "" if found.request.fits(prediction) else ", does not fit"
-            text = f"the run's own{fits_text}: {text}"
+            text = f"the run's own{'' if found.request.fits(prediction) else ', does not fit'}: {text}"
         table.add_row(
             text,
             f"{prediction.step_seconds:.2f}",
@@ -86,8 +86,8 @@ def _memory_lines(found: Plan) -> list[str]:
         " stay free"
     ]
     if chosen.host_gib:
-        limit_text = f"of {request.host_gib:.1f} " * (request.host_gib < math.inf)
-        lines.append(f"host memory: {chosen.host_gib:.1f} {limit_text}GiB for each GPU of the fullest stage")
+        limit = f"of {request.host_gib:.1f} " * (request.host_gib < math.inf)
+        lines.append(f"host memory: {chosen.host_gib:.1f} {limit}GiB for each GPU of the fullest stage")
     if not request.fits(chosen):
         advice = "nothing else fits either"
         if found.fitting:
@@ -111,5 +111,5 @@ def run_options(prediction: RunPrediction, base: TrainConfig) -> str:
 
 def _command_line_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     return str(value).replace(" ", "").replace("'", "")

@@ -42,9 +42,8 @@ def train(options: TrainOptions) -> int:
         _check_files(_read_config(run_args), options)
         from .dry_run import show_dry_run
 
-        nnodes = options.nnodes or launch_environment.nnodes
         with as_converted(run_args, _read_config(run_args), options) as config:
-            show_dry_run(config, options.nproc_per_node, nnodes)
+            show_dry_run(config, options.nproc_per_node, options.nnodes or launch_environment.nnodes)
         return 0
 
     if not launch_environment.is_rank:
@@ -133,7 +132,7 @@ def _prepare_launch(
     """
     config = _read_config(run_args)
     nnodes = options.nnodes or launch_environment.nnodes
-    rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
+    launcher_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
     is_first_node = _is_first_node(options, launch_environment)
     _check_files(config, options, needs_records=is_first_node)
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
@@ -148,8 +147,8 @@ def _prepare_launch(
         os.environ.setdefault(name, value)
     if nnodes * ranks_per_node == 1:
         return None, run_args
-    launcher_arguments = ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node)]
-    return [*launcher_arguments, *rendezvous_arguments], run_args
+    sizes = ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node)]
+    return [*sizes, *launcher_arguments], run_args
 
 
 def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: bool = True) -> None:
@@ -157,10 +156,10 @@ def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: b
     if is_records(config.data.path):
         if needs_records and not records_file(Path(str(config.data.path))).exists():
             advice = "; `megatron-vl data convert --input FILE FILE --out DIR` makes several one data set"
-            several = "," in str(config.data.path)
-            raise RunConfigError(f"data.path {config.data.path} does not exist{advice * several}")
-        evaluates = config.eval.interval or config.eval.answers
-        if evaluates and config.eval.split == "val" and not options.val_fraction:
+            advice *= "," in str(config.data.path)
+            raise RunConfigError(f"data.path {config.data.path} does not exist{advice}")
+        needs_val = (config.eval.interval or config.eval.answers) and config.eval.split == "val"
+        if needs_val and not options.val_fraction:
             raise RunConfigError(
                 "evaluation needs samples that are set aside: give --val-fraction, such as 0.1"
             )
@@ -211,6 +210,6 @@ def _rendezvous_arguments(
             f"this node's own name, {own_name}, leads to no address ({error}), and torch's launcher and Gloo "
             "need one: add the name to /etc/hosts"
         ) from error
-    rendezvous_port = given_port or launch_environment.master_port
-    endpoint_arguments = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{rendezvous_host}:{rendezvous_port}"]
-    return [*endpoint_arguments, "--rdzv-id", launch_environment.job_id]
+    endpoint = f"{rendezvous_host}:{given_port or launch_environment.master_port}"
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    return [*meeting, "--rdzv-id", launch_environment.job_id]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_vl.system.errors import UsageError
-from megatron_vl.system.plurals import pluralize
-
-from .options import (
-    ONE_RANK,
-    ConvertOptions,
-    ExportOptions,
-    MergeOptions,
-    SplitOptions,
-    VerifyOptions,
+from converters.add_tokens import add_tokens
+from converters.compare import compare_weights, verify_checkpoint_hashes
+from converters.convert import (
+    WeightsReport,
+    convert_weights,
+    export_adapter,
+    export_weights,
+    reshard_weights,
 )
+from megatron_vl.system.plurals import pluralize
+from megatron_vl.weights.run_folder import find_latest_checkpoint
 
-if TYPE_CHECKING:
-    from converters.convert import WeightsReport
+from .export_step import media_note
+from .options import ONE_RANK, ConvertOptions, ExportOptions, MergeOptions, SplitOptions, VerifyOptions
 
 SHOWN_DIFFERENCES = 10
 """Number of differing tensors that `verify` names."""
@@ -25,12 +23,7 @@ SHOWN_DIFFERENCES = 10
 
 def convert(options: ConvertOptions) -> int:
     """Converts Hugging Face weights to Megatron weights, or adds tokens."""
-    from converters.add_tokens import add_tokens
-    from converters.convert import convert_weights
-
     if options.add_tokens is not None:
-        if options.fields:
-            raise UsageError("--add-tokens writes a Hugging Face folder; leave out the layout")
         return _print_report(add_tokens(options.hf, options.add_tokens, options.out, force=options.force))
     return _print_report(
         convert_weights(options.hf, options.out, options.layout_arguments, force=options.force)
@@ -39,30 +32,17 @@ def convert(options: ConvertOptions) -> int:
 
 def split(options: SplitOptions) -> int:
     """Writes Megatron weights in another layout; without a layout, as a single file."""
-    from converters.convert import reshard_weights
-
     layout = options.layout_arguments or ONE_RANK
     return _print_report(reshard_weights(options.checkpoint, options.out, layout, force=options.force))
 
 
 def merge(options: MergeOptions) -> int:
     """Merges Megatron weights into unsplit ones."""
-    from converters.convert import reshard_weights
-
     return _print_report(reshard_weights(options.checkpoint, options.out, None, force=options.force))
 
 
 def export(options: ExportOptions) -> int:
     """Exports Megatron weights to a Hugging Face folder, or the adapters of a run to a PEFT folder."""
-    from converters.convert import export_adapter, export_weights
-    from megatron_vl.weights.run_folder import find_latest_checkpoint
-
-    from .export_step import media_note
-
-    if options.adapter and options.merge:
-        raise UsageError("--adapter writes the adapters alone, --merge a whole model; give one of the two")
-    if options.adapter and options.fp8:
-        raise UsageError("--fp8 writes a whole model, --adapter the adapters alone; leave out one of the two")
     latest = find_latest_checkpoint(options.checkpoint)
     arguments = (latest.path if latest else options.checkpoint, options.hf, options.out)
     if options.adapter:
@@ -106,8 +86,6 @@ def _print_report(report: WeightsReport, original: str = "") -> int:
 
 def verify(options: VerifyOptions) -> int:
     """Compares two checkpoints, or weights with their hashes. Returns 1 if something differs."""
-    from converters.compare import compare_weights, verify_checkpoint_hashes
-
     result = compare_weights(options.a, options.b) if options.b else verify_checkpoint_hashes(options.a)
     differences = result.differences
     if not differences:
