@@ -112,7 +112,7 @@ def test_memory_and_own_process_are_known_without_proc(monkeypatch):
 
 def test_closed_stderr_is_no_bug(tmp_path):
     """Its number must not go to a file, and nothing may write to None."""
-    words = [sys.executable, "-m", "toolkit.cli", "data", "convert", "--input", str(tmp_path / "none.jsonl")]
+    words = [sys.executable, "-m", "toolkit", "data", "convert", "--input", str(tmp_path / "none.jsonl")]
     words += ["--out", str(tmp_path / "out")]
     ended = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True)
     assert (ended.returncode, ended.stdout) == (1, b"")

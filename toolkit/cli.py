@@ -89,7 +89,6 @@ def read_command_line(command_name: str, option_args: list[str]) -> CommandOptio
 
 
 def commands_overview(group: str = "") -> str:
-    """Lists all commands, or those of a group, each with its first sentence."""
     lines = [f"usage: {PROGRAM_NAME} {group or 'COMMAND'} ...", ""]
     lines += ["Convert, train and check Qwen-VL models with Megatron-core.", ""]
     width = max(map(len, COMMANDS))
@@ -97,7 +96,3 @@ def commands_overview(group: str = "") -> str:
         description = " ".join((COMMANDS[name].load_options_class().__doc__ or "").split())
         lines.append(f"  {name:<{width}}  {description.split('. ')[0].rstrip('.')}")
     return "\n".join([*lines, "", f"{PROGRAM_NAME} COMMAND --help explains a command's options.", ""])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ from tests.support.planned import planned_run
 from tests.support.tiny_run import options_of, prepare
 from toolkit.cli import main
 from toolkit.train import command, dry_run
-from toolkit.train.launch_environment import LaunchEnvironment, read_launch_environment
+from toolkit.train.command import LaunchEnvironment, read_launch_environment
 from toolkit.train.options import TrainOptions
 
 ROOT = Path(__file__).resolve().parents[2]

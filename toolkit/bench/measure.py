@@ -140,7 +140,6 @@ def describe_run(bench_run: BenchRun, platform_name: str, system: str, notes: li
 
 
 def report_figures(bench_run: BenchRun, figures: dict[str, Any]) -> None:
-    """Writes the file ``--out`` and prints the figures."""
     if out := bench_run.options.out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(json.dumps(figures, indent=2) + "\n")

@@ -81,12 +81,17 @@ def usable_gpus(ranks: int | None = None) -> int:
 
 def single_rank_variables() -> dict[str, str]:
     """The variables that torchrun would set for a single rank, without its start-up time."""
-    rank_variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return rank_variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 def free_port() -> int:
-    """Finds an unused TCP port of this machine."""
     import socket
 
     with socket.socket() as server_socket:
@@ -97,5 +102,5 @@ def free_port() -> int:
 def last_output_lines(completed_process: subprocess.CompletedProcess[str], line_count: int = 25) -> str:
     """The last lines of a group's output, without torchrun's report."""
     output = (completed_process.stderr or "") + (completed_process.stdout or "")
-    rank_output = output.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
-    return "\n".join(rank_output.splitlines()[-line_count:])
+    output = output.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
+    return "\n".join(output.splitlines()[-line_count:])

@@ -71,16 +71,15 @@ def parse_command_line[Options: CommandOptions](
         print(parser.format_help() + "\nfields of a run, as in its YAML:\n" + run_fields_help(), end="")
         raise SystemExit(0)
     # Before argparse misses what a misspelled option would have given.
-    known = parser._option_string_actions
-    unknown = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in known]
+    options = (word for word in argv if word.startswith("--"))
+    unknown = [word for word in options if word.partition("=")[0] not in parser._option_string_actions]
     parsed, unknown = (None, unknown) if unknown else parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
         items = [item for item in shown_options(options_class) if not item.metadata.get("positional")]
         fields = [*field_types(), "config"] if options_class.run_fields else []
         known_names = [*(option_flag(item.name) for item in items), *(f"--{field}" for field in fields)]
-        words_before = argv[: argv.index(unknown[0])]
-        parser.error(explain_unknown(name, [*known_names, "--help"], words_before))
+        parser.error(explain_unknown(name, [*known_names, "--help"], argv[: argv.index(unknown[0])]))
     given = {name: value for name, value in vars(parsed).items() if value is not None}
     parsed_options = options_class(**given, words=[*argv])
     parsed_options.check()
@@ -100,7 +99,6 @@ def check_paths(options: CommandOptions) -> None:
 
 
 def check_path(path: Path, is_model: bool) -> None:
-    """Raises FileNotFoundError if there is no such path."""
     if not path.exists():
         # Users may give the name of a repository on the Hugging Face hub, which is not a folder.
         raise FileNotFoundError(why_no_model(path) if is_model else f"{path} does not exist")
@@ -193,7 +191,6 @@ def shown_options(options_class: type[CommandOptions]) -> list[dataclasses.Field
 
 
 def field_docstrings(options_class: type) -> dict[str, str]:
-    """Maps each field to its docstring."""
     bases = [base for base in reversed(options_class.__mro__) if dataclasses.is_dataclass(base)]
     items = [item for base in bases for item in parse_from_object(base).params]
     return {item.arg_name: " ".join((item.description or "").split()) for item in items}

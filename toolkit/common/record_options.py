@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 MAX_QUARANTINED = 0.01
 """Share of the records that may be unusable, unless the user gives another."""
-MAX_SHOWN_KEYS = 10
-"""Number of ignored keys that the summary names per location; report.json lists all."""
 
 
 @dataclass(kw_only=True)
@@ -45,8 +43,10 @@ class RecordOptions(CommandOptions):
 
     def sample_options(self) -> dict[str, Any]:
         """The options that decide which samples records become."""
-        names = ("columns", "missing_markers", "caption_prompt", "val_fraction")
-        return {name: getattr(self, name) for name in names}
+        return {
+            name: getattr(self, name)
+            for name in ("columns", "missing_markers", "caption_prompt", "val_fraction")
+        }
 
     def given_flags(self) -> list[str]:
         """The flags of the options that were given: those that have not their default."""
@@ -79,7 +79,7 @@ class RecordOptions(CommandOptions):
 
 def ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
     """What is ignored in a location, why, and what that means; the most frequent keys first."""
-    shown = Counter(counts).most_common(MAX_SHOWN_KEYS)
+    shown = Counter(counts).most_common(10)
     noun = key_location.removesuffix("s")
     keys = [f"{key if key.isprintable() else ascii(key)} in {pluralize(count, noun)}" for key, count in shown]
     if len(counts) > len(shown):

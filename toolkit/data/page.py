@@ -23,12 +23,9 @@ from .sample_view import SampleView, view_sample
 from .statistics import escape_unprintable, facts_sentences, format_number, quarantine_sentences
 
 SAMPLES_SHOWN = 12
-"""Samples of each split."""
 MAX_MEDIA_SHOWN = 8
 """Images and videos of a sample, and frames of a video."""
 MAX_IMAGE_SIDE = 360
-"""Pixels on the page."""
-MAX_BARS = 30
 
 
 def write_page(
@@ -71,7 +68,7 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
     if not values.any():
         return []
     upper_quantile = int(describe_values(values, value_weights)["p99"])
-    bin_edges = np.unique(np.linspace(values.min(), upper_quantile + 1, MAX_BARS + 1).astype(int))
+    bin_edges = np.unique(np.linspace(values.min(), upper_quantile + 1, 31).astype(int))
     shares, _ = np.histogram(np.minimum(values, upper_quantile), bin_edges, weights=value_weights)
     bars: list[tuple[float, str]] = []
     for share, (left, right) in zip(shares.tolist(), pairwise(bin_edges.tolist()), strict=True):

@@ -60,7 +60,6 @@ class SampleView:
         )
 
     def captions(self) -> list[str]:
-        """A line about each medium."""
         lines = []
         for item, pixels in zip(self.media, self.pixels, strict=True):
             height, width = item["resized"]
@@ -134,8 +133,8 @@ def planes_to_pixels(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> 
         planes: uint8 [frames, h * w, patch * patch * 3], patches in merge-unit order.
     """
     p, m = settings.patch_size, settings.merge_size
-    patch_blocks = planes.reshape(-1, grid.h // m, grid.w // m, m, m, p, p, 3)
-    return patch_blocks.permute(0, 7, 1, 3, 5, 2, 4, 6).reshape(-1, 3, grid.h * p, grid.w * p)
+    blocks = planes.reshape(-1, grid.h // m, grid.w // m, m, m, p, p, 3).permute(0, 7, 1, 3, 5, 2, 4, 6)
+    return blocks.reshape(-1, 3, grid.h * p, grid.w * p)
 
 
 def split_turns(token_ids: Tensor, loss_mask: Tensor, encoder: RowEncoder) -> list[dict[str, Any]]:

@@ -113,9 +113,11 @@ def write_demo_checkpoint(hf_dir: Path) -> None:
 def start(command: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     """Shows a command and starts it with the programs of this Python's environment, activated or not."""
     print(f"$ megatron-vl {command}", flush=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    words = [sys.executable, "-m", "toolkit", *shlex.split(command)]
-    return subprocess.Popen(words, env=environment, stderr=stderr)
+    return subprocess.Popen(
+        [sys.executable, "-m", "toolkit", *shlex.split(command)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        stderr=stderr,
+    )
 
 
 def run(command: str, may_fail: bool = False) -> int:
@@ -157,7 +159,6 @@ def train_until_killed(command: str, folder: Path, save_step: int, goal_step: in
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a run's ``metrics.jsonl``, except an incomplete last line."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -193,12 +194,13 @@ def compare_losses(folder: Path, when: str, hf_name: str, samples: list[dict[str
     loss = sum(total for total, _ in losses) / tokens
     found = read_metrics(folder / f"evaluation_{when.split()[0]}")[-1]
     error = abs(loss - found["loss"]) / loss
-    # Relative to the loss near zero after training, rounding errors are larger.
-    tolerance = 1e-4 if when == "after" else 1e-5
     return (
         f"Loss {when}: transformers' equals the trainer's",
         f"{loss:.6f} and {found['loss']:.6f}, {error:.1e} apart; {tokens} and {found['loss_tokens']} tokens",
-        error < tolerance and tokens == found["loss_tokens"] and found["samples"] == len(samples),
+        # Relative to the loss near zero after training, rounding errors are larger.
+        error < (1e-4 if when == "after" else 1e-5)
+        and tokens == found["loss_tokens"]
+        and found["samples"] == len(samples),
     )
 
 
@@ -219,7 +221,6 @@ def check_answers(answers_path: Path) -> list[Check]:
 
 
 def write_report(folder: Path, checks: list[Check], seconds: float) -> int:
-    """Shows the table and writes ``report.json``. Returns the exit code."""
     passed = all(check[2] for check in checks)
     lines = [{"what": what, "measured": measured, "passed": right} for what, measured, right in checks]
     (folder / "report.json").write_text(json.dumps({"passed": passed, "checks": lines}, indent=2) + "\n")

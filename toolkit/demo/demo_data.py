@@ -85,7 +85,6 @@ def write_raw_data(raw_dir: Path) -> Path:
 
 
 def conversation_texts() -> list[str]:
-    """All texts of the conversations, from which the tokenizer is made."""
     others = DEMO_CONVERSATIONS[len(ANSWER_BY_IMAGE) :]
     texts = [text for _, _, turns in others for text in turns.split("|")]
     roles = ["system", "user", "assistant", "You are a helpful assistant."]

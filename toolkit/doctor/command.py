@@ -10,7 +10,6 @@ from .options import DoctorOptions
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Runs the checks. Returns exit code 1 if something is broken."""
     from .machine_checks import check_machine
 
     findings = check_machine(options.nccl)

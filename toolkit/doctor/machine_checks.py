@@ -22,18 +22,14 @@ from megatron_vl.system.plurals import pluralize
 GIB = 2**30
 INSTALL_GPU = "pip install -e '.[gpu]' -c constraints.txt --no-build-isolation"
 TE_DISTRIBUTIONS = tuple(f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13"))
-"""Distributions that together form Transformer Engine."""
 SHOWN_PACKAGES = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
 SLOW_NCCL_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_DISABLE")
 """Switches that people set while they look for a fault, and then forget."""
 WATCHED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE", "CUDA_DEVICE_MAX", "PYTORCH_")
-"""Beginnings of the names of variables that are shown."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     name: str
     found: str
     state: Literal["ok", "note", "broken"] = "ok"
@@ -92,7 +88,6 @@ def _check_requirements() -> list[Finding]:
 
 
 def installed_version(distribution_name: str) -> str | None:
-    """The version of an installed distribution, None if it is not installed."""
     try:
         return importlib.metadata.version(distribution_name)
     except importlib.metadata.PackageNotFoundError:
@@ -205,7 +200,6 @@ def _check_environment() -> Finding:
 
 
 def check_all_reduce(num_gpus: int) -> Finding:
-    """Runs a real all-reduce over all GPUs, or over two gloo processes if there are none."""
     from toolkit.common.launch import last_output_lines, run_group
 
     num_ranks, backend = num_gpus or 2, "nccl" if num_gpus else "gloo"

@@ -44,9 +44,10 @@ class CheckpointModel:
     def encode(self, prompt: EvaluationPrompt) -> TokenizedSample:
         """The prompt in the checkpoint's chat template, with its media."""
         media_items: list[MediaItem] = []
-        messages = []
-        for role, parts in prompt_turns(prompt):
-            messages.append({"role": role, "content": [self._chat_part(part, media_items) for part in parts]})
+        messages = [
+            {"role": role, "content": [self._chat_part(part, media_items) for part in parts]}
+            for role, parts in prompt_turns(prompt)
+        ]
         return self.answerer.encoder.encode_prompt(messages, media_items, self.think)
 
     def _chat_part(self, part: PromptPart, media_items: list[MediaItem]) -> dict[str, str]:
@@ -61,18 +62,17 @@ class CheckpointModel:
         if not any(path.resolve().is_relative_to(root) for root in self.allowed_roots):
             raise ValueError(f"{path} is not inside the folder of the data set")
         # A video may have a number or rate of frames of its own, under the other settings of the checkpoint.
-        settings = self.answerer.encoder.pixel_settings
+        encoder = self.answerer.encoder
+        settings = encoder.pixel_settings
         if part.get("nframes"):
             count = int(part["nframes"])
             settings = dataclasses.replace(settings, video_min_frames=count, video_max_frames=count)
         elif part.get("fps"):
             settings = dataclasses.replace(settings, video_fps=float(part["fps"]))
-        encode_medium = self.answerer.encoder.encode_medium
-        media_items.append(encode_medium(part["type"], str(path), path.read_bytes(), settings))
+        media_items.append(encoder.encode_medium(part["type"], str(path), path.read_bytes(), settings))
         return {"type": part["type"]}
 
     def generate_answer(self, prompt: EvaluationPrompt) -> GeneratedAnswer:
-        """Generates the greedy answer to the last turn."""
         return self.answerer.answer(self.encode(prompt))[0]
 
 
@@ -80,9 +80,5 @@ def prompt_turns(prompt: EvaluationPrompt) -> list[tuple[str, Sequence[PromptPar
     """(role, parts) of each turn. The last turn is the user's."""
     if "content" not in prompt[0]:  # a part may have a role too
         return [("user", prompt)]
-    turns = []
-    for turn in prompt:
-        content = turn["content"]
-        parts = [{"type": "text", "value": content}] if isinstance(content, str) else content
-        turns.append((turn["role"], parts))
-    return turns
+    contents = ((turn["role"], turn["content"]) for turn in prompt)
+    return [(role, [{"type": "text", "value": c}] if isinstance(c, str) else c) for role, c in contents]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def evaluate(options: EvaluateOptions) -> int:
-    """Evaluates, and writes the report. Returns the exit code."""
     try:
         dataset_name, lmu_data = find_dataset(options.data)
         from .evaluation import run_evaluation

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,6 +33,7 @@ from megatron_vl.weights.trained_media import exported_facts
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import check_hf_folder
 from toolkit.common.launch import usable_gpus
+from toolkit.doctor.machine_checks import installed_version
 from toolkit.evaluate.options import EvaluateOptions
 from toolkit.evaluate.sandbox import choose_sandbox, copy_data, process_variables
 from toolkit.evaluate.vlmevalkit_adapter import NO_JUDGE, QUESTION_COUNT_FILE, UNUSABLE_FILE
@@ -41,14 +42,10 @@ MARKER_FILE = ".megatron-vl-evaluate"
 VLMEVALKIT_VERSION = "0.0.20"
 DEFAULT_LIMITS = 256, 32768
 """Largest number of tokens of an answer, without and with thinking, as in VLMEvalKit."""
-GPU_BYTES = 72e9
-"""Bytes of weights that fit one GPU beside activations; larger models are spread over several."""
 
 
 @dataclass
 class Evaluation:
-    """The results of an evaluation."""
-
     data: str
     settings: dict[str, Any]
     checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -60,7 +57,6 @@ class Evaluation:
 
 
 def show_line(text: str) -> None:
-    """Shows what is being done, apart from the table on standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -140,10 +136,7 @@ def _check_options(options: EvaluateOptions) -> None:
 
 def _package_versions() -> dict[str, str]:
     """Versions of what decides answers and scores. Raises UsageError if VLMEvalKit has another one."""
-    try:
-        found = version("ms-vlmeval")
-    except PackageNotFoundError:
-        found = "missing"
+    found = installed_version("ms-vlmeval") or "missing"
     if found != VLMEVALKIT_VERSION:
         raise UsageError(
             f"VLMEvalKit {VLMEVALKIT_VERSION} is needed (installed: {found}), so install the eval extra:"
@@ -165,7 +158,8 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
         "limit": options.limit,
         # Other types than float32 are slow on CPU.
         "dtype": dtype_name(DTYPE_BY_CODE.get(code, torch.bfloat16)) if num_gpus else "float32",
-        "processes": max(1, num_gpus // math.ceil(model_bytes / GPU_BYTES)),
+        # So many bytes of weights fit one GPU beside activations; larger models are spread over several.
+        "processes": max(1, num_gpus // math.ceil(model_bytes / 72e9)),
         "max_new_tokens": [options.max_new_tokens or limit for limit in DEFAULT_LIMITS],
         "versions": _package_versions(),
     }
@@ -230,10 +224,9 @@ def _run_vlmevalkit(options: EvaluateOptions, work_dir: Path, result: Evaluation
     result.settings["isolation"] = isolation
     log_path = work_dir / "vlmevalkit.log"
     show_line(f"VLMEvalKit runs {isolation}; its imports take up to half a minute. Its log: {log_path}")
-    model_names = [facts["model"] for facts in result.checkpoints.values()]
-    processes = result.settings["processes"]
-    torchrun_words = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
-    command = [*sandbox_words, sys.executable, *(torchrun_words if processes > 1 else [])]
+    command, processes = [*sandbox_words, sys.executable], result.settings["processes"]
+    if processes > 1:
+        command += f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
     environment = process_variables(work_dir)
     with log_path.open("wb") as log_file:
         process = subprocess.Popen(
@@ -248,7 +241,8 @@ def _run_vlmevalkit(options: EvaluateOptions, work_dir: Path, result: Evaluation
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(15)
-            counts = {name: len(read_answers(work_dir / "results" / name)) for name in model_names}
+            names = (facts["model"] for facts in result.checkpoints.values())
+            counts = {name: len(read_answers(work_dir / "results" / name)) for name in names}
             if any(counts.values()):
                 show_line("answers: " + ", ".join(f"{count} of {name}" for name, count in counts.items()))
     finally:

@@ -40,7 +40,6 @@ from .options import GenerateOptions
 DEFAULT_LIMITS = 128, 2048
 """Largest number of tokens of an answer, without and with thinking."""
 THINK = {"on": True, "off": False, None: None}
-"""``--thinking`` as the chat template's switch."""
 
 
 def exported_folder(checkpoint: Path, hf: str) -> Path:

@@ -11,7 +11,6 @@ from .options import GenerateOptions
 
 
 def generate(options: GenerateOptions) -> int:
-    """Answers the prompt or the data set. Returns the exit code."""
     config = parse_config(options.fields)
     if config.lora.adapter and (options.checkpoint / "config.json").is_file():
         raise UsageError(

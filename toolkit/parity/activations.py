@@ -53,7 +53,6 @@ class ActivationRecorder:
         self._hook_handles.append(module.register_forward_pre_hook(record_argument, with_kwargs=True))
 
     def remove_hooks(self) -> None:
-        """Removes the hooks. The recorded values stay."""
         for hook_handle in self._hook_handles:
             hook_handle.remove()
 

@@ -52,7 +52,6 @@ class ParityCase:
 
     name: str
     hf: str
-    """Hugging Face folder of the small model."""
     weights: str
     """Megatron weights of the model (in any layout)."""
     steps: list[list[list[str]]]
@@ -77,9 +76,7 @@ class ParityCase:
     """Parts to freeze: vision, merger, language."""
     recompute: dict[str, Any] = field(default_factory=dict)
     fp8: dict[str, Any] = field(default_factory=dict)
-    """Fields of :class:`~megatron_vl.config.Fp8Config`; without any, nothing is computed in FP8."""
     dtype: str = "float32"
-    """float32 or bfloat16."""
     aux_loss: float = 0.0
     """Coefficient of the experts' load-balancing loss, which ``transformers`` computes only on request."""
     samples: str = ""
@@ -100,7 +97,6 @@ class ParityCase:
 
     @property
     def config(self) -> TrainConfig:
-        """The settings of a training in this layout."""
         vision_config = VisionConfig(placement="decoupled") if self.decoupled else VisionConfig()
         if self.patches:
             vision_config = dataclasses.replace(vision_config, patches_a_call=self.patches)
@@ -130,8 +126,6 @@ class ParityCase:
 
 
 class StepResults(Hook):
-    """Keeps the result of each step."""
-
     def __init__(self) -> None:
         self.results: list[StepResult] = []
 

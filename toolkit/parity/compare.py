@@ -39,7 +39,6 @@ from .options import ParityOptions
 from .reference_job import ReferenceJob
 
 DEMO_CONVERSATIONS = ("astronaut", "two_images", "image_between_texts", "text_only")
-"""The demo conversations that are compared."""
 
 
 def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dict[str, Any]:

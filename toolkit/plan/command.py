@@ -112,7 +112,6 @@ def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> st
 
 
 def plan_as_json(found: Plan) -> dict[str, Any]:
-    """What ``--json`` prints."""
     request = found.request
     return {
         "family": request.spec.family,

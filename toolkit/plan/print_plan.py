@@ -22,8 +22,6 @@ from toolkit.common.memory_table import memory_table, wide_console
 
 @dataclass(frozen=True)
 class Plan:
-    """The request, and the layouts that were found."""
-
     request: SearchRequest
     own: RunPrediction | None
     """The layout that the run sets, if it sets one."""
@@ -42,11 +40,10 @@ def print_plan(found: Plan) -> None:
     request, chosen = found.request, found.chosen
     gpu, rows = request.gpu, chosen.rows
     parameter_count, trained_count = count_parameters(request.config, request.spec)
-    gpu_text = gpu.name if gpu.is_measured else f"{gpu.name} (not measured)"
     print(
         f"{request.spec.family}, {count_text(parameter_count)} parameters, on {request.world_size} x"
-        f" {gpu_text}, rows of {request.config.data.seq_len} tokens,"
-        f" {pluralize(request.config.global_batch_size, 'row')} a step"
+        f" {gpu.name}{'' if gpu.is_measured else ' (not measured)'}, rows of"
+        f" {request.config.data.seq_len} tokens, {pluralize(request.config.global_batch_size, 'row')} a step"
     )
     if trained := trained_text(parameter_count, trained_count):
         print(trained)

@@ -31,14 +31,12 @@ def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int) -
 
 
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
-    """Number of ranks per node if none is given: as few as the layout needs."""
     p = config.parallel
     # Dense and expert ranks must both divide the ranks of a stage.
     return -(-p.pp * math.lcm(p.tp * p.cp, p.ep * p.etp) // nnodes)
 
 
 def stage_contents(layout: Layout, pipeline_stage: int) -> list[str]:
-    """The contents of a stage, in the order of the model."""
     is_first, is_last = pipeline_stage == 0, pipeline_stage == layout.pp - 1
     contents = ["vision tower"] * (is_first or layout.decoupled) + ["embedding"] * is_first
     for chunk in range(layout.vpp):

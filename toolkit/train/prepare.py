@@ -229,17 +229,17 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
     if report.samples and report.quarantined_records <= MAX_QUARANTINED * report.records:
         _print_progress(refusals)
         return ""
-    roots_text = ""
+    refusals += ". Correct them and start again"
     if any(MISSING in counts for counts in report.refused.values()):
         folders = " and ".join(map(str, conversion.roots.folders))
-        roots_text = f", or give another folder than {folders} with --media-root"
-    advice = ". `megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder is a"
-    advice += " data.path too"
-    return f"{refusals}. Correct them and start again{roots_text}{advice * (report.samples > 0)}"
+        refusals += f", or give another folder than {folders} with --media-root"
+    if report.samples:
+        refusals += ". `megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder"
+        refusals += " is a data.path too"
+    return refusals
 
 
 def _files(records_path: Path) -> list[Path]:
-    """The files of records, and the index that names them."""
     path = records_file(records_path)
     return [path] * (path.name == INDEX_FILE) + [file.path for file in find_input_files([records_path])]
 
@@ -289,7 +289,6 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
 
 
 def _read_source(dataset_dir: Path) -> dict[str, Any]:
-    """What :data:`SOURCE_FILE` says; empty if it does not exist."""
     try:
         return json.loads((dataset_dir / SOURCE_FILE).read_text())
     except FileNotFoundError:

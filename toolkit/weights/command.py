@@ -18,11 +18,9 @@ from .export_step import media_note
 from .options import ONE_RANK, ConvertOptions, ExportOptions, MergeOptions, SplitOptions, VerifyOptions
 
 SHOWN_DIFFERENCES = 10
-"""Number of differing tensors that `verify` names."""
 
 
 def convert(options: ConvertOptions) -> int:
-    """Converts Hugging Face weights to Megatron weights, or adds tokens."""
     if options.add_tokens is not None:
         return _print_report(add_tokens(options.hf, options.add_tokens, options.out, force=options.force))
     return _print_report(
@@ -31,18 +29,18 @@ def convert(options: ConvertOptions) -> int:
 
 
 def split(options: SplitOptions) -> int:
-    """Writes Megatron weights in another layout; without a layout, as a single file."""
-    layout = options.layout_arguments or ONE_RANK
-    return _print_report(reshard_weights(options.checkpoint, options.out, layout, force=options.force))
+    return _print_report(
+        reshard_weights(
+            options.checkpoint, options.out, options.layout_arguments or ONE_RANK, force=options.force
+        )
+    )
 
 
 def merge(options: MergeOptions) -> int:
-    """Merges Megatron weights into unsplit ones."""
     return _print_report(reshard_weights(options.checkpoint, options.out, None, force=options.force))
 
 
 def export(options: ExportOptions) -> int:
-    """Exports Megatron weights to a Hugging Face folder, or the adapters of a run to a PEFT folder."""
     latest = find_latest_checkpoint(options.checkpoint)
     arguments = (latest.path if latest else options.checkpoint, options.hf, options.out)
     if options.adapter:
@@ -69,23 +67,21 @@ def _print_report(report: WeightsReport, original: str = "") -> int:
         experts = f", ep {layout.ep}, etp {layout.etp}" if max(layout.ep, layout.etp) > 1 else ""
         print(f"layout: tp {layout.tp}, pp {layout.pp}, vpp {layout.vpp}, layers {layers}{experts}")
 
-    notes = list(report.notes)
     if report.carried:
         treatment = "not converted: they are not trained, and an export copies them from the original folder"
         if original:
             treatment = "copied from the original folder as they are: they were not trained"
-        notes.insert(0, f"{report.carried} tensors of multi-token prediction (mtp.*) were {treatment}")
-    for (old, new), count in report.cast.items():
-        notes.append(f"{count} tensors were cast from {old} to the origin's {new}")
-    for name in report.skipped:
-        notes.append(f"{name} was not copied: weights that are not part of {original}'s safetensors index")
-    for note in notes:
+        print(f"note: {report.carried} tensors of multi-token prediction (mtp.*) were {treatment}")
+    for note in report.notes:
         print(f"note: {note}")
+    for (old, new), count in report.cast.items():
+        print(f"note: {count} tensors were cast from {old} to the origin's {new}")
+    for name in report.skipped:
+        print(f"note: {name} was not copied: weights that are not part of {original}'s safetensors index")
     return 0
 
 
 def verify(options: VerifyOptions) -> int:
-    """Compares two checkpoints, or weights with their hashes. Returns 1 if something differs."""
     result = compare_weights(options.a, options.b) if options.b else verify_checkpoint_hashes(options.a)
     differences = result.differences
     if not differences:

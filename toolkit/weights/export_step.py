@@ -22,18 +22,11 @@ from megatron_vl.system.processes import end_with_parent
 from megatron_vl.weights.run_folder import unused_path
 from megatron_vl.weights.weight_reader import WeightReader
 
-EXPORT_THREADS = 2
-"""Few: the training comes first."""
-
 
 @dataclass
 class ExportJob:
-    """One export of one step."""
-
     checkpoint: str
-    """Step folder to export."""
     hf: str
-    """Hugging Face folder of origin."""
     out: str
     """Folder to write. If it exists, it was exported from other weights and is renamed."""
     parent: int
@@ -91,7 +84,7 @@ def export_step(export_job: ExportJob) -> None:
             export_job.hf,
             export_dir,
             merges_adapter=has_adapters,
-            workers=EXPORT_THREADS,
+            workers=2,  # the training comes first
             export_facts=export_facts,
         )
 
