@@ -16,9 +16,8 @@ LAYOUT_GRAMMAR = (
     "`:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. "
     "Examples: 1, tp2sp, pp2:layers=1-3, tp2pp2vpp2, dp2"
 )
-SIZE_KEYS = ("vpp", "etp", "tp", "cp", "pp", "dp", "ep")
-"""Keys with a number. The longer ones come first, because a pattern takes the first match."""
-_PART_PATTERN = re.compile(rf"({'|'.join(SIZE_KEYS)})([1-9]\d*)|(sp)")
+# The longer names come first, because a pattern takes the first match.
+_PART_PATTERN = re.compile(r"(vpp|etp|tp|cp|pp|dp|ep)([1-9]\d*)|(sp)")
 _LAYOUT_PATTERN = re.compile(
     rf"(?P<sizes>1|(?:{_PART_PATTERN.pattern})+)(?::layers=(?P<layers>\d+(?:-\d+)*))?"
 )

@@ -42,9 +42,6 @@ SPECIAL_TOKENS = (
 ).split()
 """Added tokens of Qwen2-VL in the order of their ids (from 151643 in the released vocabulary)."""
 
-SPECIAL_TOKEN_FLAGS = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False) | {
-    "special": True
-}
 # Qwen2's pre-tokenizer, as in transformers' Qwen2Tokenizer: single digits, words with their leading space.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -320,7 +317,11 @@ def _write_tokenizer(
     )
     values = {
         "added_tokens_decoder": {
-            str(len(vocabulary) + i): {"content": token} | SPECIAL_TOKEN_FLAGS
+            str(len(vocabulary) + i): {
+                "content": token,
+                **dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False),
+                "special": True,
+            }
             for i, token in enumerate(SPECIAL_TOKENS)
         },
         "additional_special_tokens": SPECIAL_TOKENS[1:],

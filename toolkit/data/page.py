@@ -80,14 +80,16 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
 
 def choose_samples(counted: DatasetStatistics) -> list[tuple[SampleSource, int]]:
     """Usable samples to show, at equal distances in each source: (source, index there)."""
-    usable = [each for each in counted.sources if each.usable_mask.any()]
-    chosen = []
-    for sizes in usable:
-        numbers = np.flatnonzero(sizes.usable_mask)
-        count = min(len(numbers), -(-SAMPLES_SHOWN // len(usable)))
-        shown = numbers[np.linspace(0, len(numbers) - 1, count).astype(int)]
-        chosen += [(sizes.source, number) for number in shown.tolist()]
-    return chosen
+    usable = [
+        (each.source, np.flatnonzero(each.usable_mask)) for each in counted.sources if each.usable_mask.any()
+    ]
+    return [
+        (source, int(numbers[place]))
+        for source, numbers in usable
+        for place in np.linspace(
+            0, len(numbers) - 1, min(len(numbers), -(-SAMPLES_SHOWN // len(usable)))
+        ).astype(int)
+    ]
 
 
 def _frame_images(medium: dict[str, Any], pixels: Tensor | None) -> list[str]:

@@ -45,9 +45,10 @@ def check_machine(with_nccl: bool = False) -> list[Finding]:
     Args:
         with_nccl: also reduce a tensor over all GPUs (without GPUs, over two gloo processes).
     """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     import_processes = {
-        name: subprocess.Popen([sys.executable, "-c", code], **pipes)  # type: ignore[call-overload]
+        name: subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for name, code in _IMPORT_PROBES.items()
     }
     gpus = query_gpus()
@@ -68,14 +69,11 @@ def check_machine(with_nccl: bool = False) -> list[Finding]:
 def _check_requirements() -> list[Finding]:
     from packaging.requirements import Requirement
 
-    try:
-        requirements = [Requirement(text) for text in importlib.metadata.requires("megatron-vl") or []]
-    except importlib.metadata.PackageNotFoundError:
+    if installed_version("megatron-vl") is None:
         found = "megatron-vl is not installed, so its requirements are unknown"
         return [Finding("packages", found, "note", "pip install -e .")]
-
     findings = []
-    for requirement in requirements:
+    for requirement in map(Requirement, importlib.metadata.requires("megatron-vl") or []):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         version = installed_version(requirement.name)

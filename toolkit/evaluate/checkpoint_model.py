@@ -15,13 +15,6 @@ from megatron_vl.data.sample.thinking import GeneratedAnswer
 from megatron_vl.weights.trained_media import exported_media
 from toolkit.generate.answers import THINK, Answerer, with_trained_media
 
-PromptPart = Mapping[str, Any]
-"""VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video
-may give its number of frames (``nframes``), or frames per second (``fps``)."""
-EvaluationPrompt = Sequence[Mapping[str, Any]]
-"""One turn's parts in order, or the turns of a dialogue up to one of the user's, each ``{"role": "user" |
-"assistant", "content": parts, or a text}``."""
-
 
 class CheckpointModel:
     """A Hugging Face folder that answers VLMEvalKit's prompts.
@@ -41,8 +34,15 @@ class CheckpointModel:
         limits = tuple(settings["max_new_tokens"])
         self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
 
-    def encode(self, prompt: EvaluationPrompt) -> TokenizedSample:
-        """The prompt in the checkpoint's chat template, with its media."""
+    def encode(self, prompt: Sequence[Mapping[str, Any]]) -> TokenizedSample:
+        """The prompt in the checkpoint's chat template, with its media.
+
+        Args:
+            prompt: one turn's parts in order, each ``{"type": "image" | "video" | "text", "value": path or
+                text}`` (a video may give its number of frames, ``nframes``, or frames per second, ``fps``);
+                or the turns of a dialogue up to one of the user's, each ``{"role": "user" | "assistant",
+                "content": parts, or a text}``.
+        """
         media_items: list[MediaItem] = []
         messages = [
             {"role": role, "content": [self._chat_part(part, media_items) for part in parts]}
@@ -50,7 +50,7 @@ class CheckpointModel:
         ]
         return self.answerer.encoder.encode_prompt(messages, media_items, self.think)
 
-    def _chat_part(self, part: PromptPart, media_items: list[MediaItem]) -> dict[str, str]:
+    def _chat_part(self, part: Mapping[str, Any], media_items: list[MediaItem]) -> dict[str, str]:
         """Converts a part for the chat template, and adds its medium to the list."""
         if part["type"] == "text":
             return {"type": "text", "text": str(part["value"])}
@@ -72,11 +72,11 @@ class CheckpointModel:
         media_items.append(encoder.encode_medium(part["type"], str(path), path.read_bytes(), settings))
         return {"type": part["type"]}
 
-    def generate_answer(self, prompt: EvaluationPrompt) -> GeneratedAnswer:
+    def generate_answer(self, prompt: Sequence[Mapping[str, Any]]) -> GeneratedAnswer:
         return self.answerer.answer(self.encode(prompt))[0]
 
 
-def prompt_turns(prompt: EvaluationPrompt) -> list[tuple[str, Sequence[PromptPart]]]:
+def prompt_turns(prompt: Sequence[Mapping[str, Any]]) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
     """(role, parts) of each turn. The last turn is the user's."""
     if "content" not in prompt[0]:  # a part may have a role too
         return [("user", prompt)]

@@ -40,8 +40,6 @@ from toolkit.evaluate.vlmevalkit_adapter import NO_JUDGE, QUESTION_COUNT_FILE, U
 
 MARKER_FILE = ".megatron-vl-evaluate"
 VLMEVALKIT_VERSION = "0.0.20"
-DEFAULT_LIMITS = 256, 32768
-"""Largest number of tokens of an answer, without and with thinking, as in VLMEvalKit."""
 
 
 @dataclass
@@ -91,7 +89,7 @@ def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) 
     converted["tensors"] = f"{len(differences)} differ" if differences else "identical"
     result.problems += differences
     # The comparison took seconds; what follows can take hours.
-    if not result.problems:
+    if not differences:
         _ask_and_score(options, result, lmu_data)
     return result
 
@@ -160,7 +158,8 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
         "dtype": dtype_name(DTYPE_BY_CODE.get(code, torch.bfloat16)) if num_gpus else "float32",
         # So many bytes of weights fit one GPU beside activations; larger models are spread over several.
         "processes": max(1, num_gpus // math.ceil(model_bytes / 72e9)),
-        "max_new_tokens": [options.max_new_tokens or limit for limit in DEFAULT_LIMITS],
+        # Without and with thinking, as in VLMEvalKit.
+        "max_new_tokens": [options.max_new_tokens or limit for limit in (256, 32768)],
         "versions": _package_versions(),
     }
 

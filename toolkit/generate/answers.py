@@ -37,8 +37,6 @@ from toolkit.weights.export_step import ExportJob, export_step
 
 from .options import GenerateOptions
 
-DEFAULT_LIMITS = 128, 2048
-"""Largest number of tokens of an answer, without and with thinking."""
 THINK = {"on": True, "off": False, None: None}
 
 

@@ -22,7 +22,7 @@ def generate(options: GenerateOptions) -> int:
     from . import answers
 
     hf_dir = answers.exported_folder(options.checkpoint, config.model.hf)
-    limits = (options.max_new_tokens,) * 2 if options.max_new_tokens else answers.DEFAULT_LIMITS
+    limits = (options.max_new_tokens,) * 2 if options.max_new_tokens else (128, 2048)
     answerer = answers.Answerer(hf_dir, answers.with_trained_media(config.data, hf_dir), limits)
     if options.out is not None:
         if not config.data.path or config.data.is_synthetic:

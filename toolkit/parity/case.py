@@ -97,10 +97,6 @@ class ParityCase:
 
     @property
     def config(self) -> TrainConfig:
-        vision_config = VisionConfig(placement="decoupled") if self.decoupled else VisionConfig()
-        if self.patches:
-            vision_config = dataclasses.replace(vision_config, patches_a_call=self.patches)
-        parallel_fields = (field.name for field in dataclasses.fields(ParallelConfig))
         return TrainConfig(
             optimizer=ADAM_CONFIG,
             dtype=self.dtype,  # type: ignore[arg-type]
@@ -118,10 +114,13 @@ class ParityCase:
             ),
             lora=(MixedLora if "matrices" in self.lora else LoraConfig)(**self.lora),
             mtp=MtpConfig(**self.mtp),
-            vision=vision_config,
+            vision=VisionConfig(
+                placement="decoupled" if self.decoupled else VisionConfig.placement,
+                patches_a_call=self.patches or VisionConfig.patches_a_call,
+            ),
             recompute=RecomputeConfig(**self.recompute),
             fp8=Fp8Config(**self.fp8),
-            parallel=ParallelConfig(**{name: getattr(self, name) for name in parallel_fields}),
+            parallel=ParallelConfig(**{name: getattr(self, name) for name in ParallelConfig.__annotations__}),
         )
 
 

@@ -96,11 +96,12 @@ def _memory_lines(found: Plan) -> list[str]:
 def run_options(prediction: RunPrediction, base: TrainConfig) -> str:
     """A layout as options of ``train``, as far as it differs from the run ``base``: ``--parallel.pp 2``."""
     config = with_split(prediction.config, prediction.layout)
-    words = []
-    for section in ("parallel", "recompute", "optimizer", "vision"):
-        values, base_values = vars(getattr(config, section)), vars(getattr(base, section))
-        changed = {name: value for name, value in values.items() if value != base_values[name]}
-        words += [f"--{section}.{name} {_command_line_value(value)}" for name, value in changed.items()]
+    words = [
+        f"--{section}.{name} {_command_line_value(value)}"
+        for section in ("parallel", "recompute", "optimizer", "vision")
+        for name, value in vars(getattr(config, section)).items()
+        if value != getattr(getattr(base, section), name)
+    ]
     if config.global_batch_size != base.global_batch_size:
         words.append(f"--global_batch_size {config.global_batch_size}")
     return " ".join(words) or "the run as it is"

@@ -35,7 +35,6 @@ SOURCE_FILE = "source.json"
 """In the data set's folder: the files that it was converted from."""
 ROW_TOKENS = (2048, 32768)
 """Smallest and largest row that is chosen by the sizes of samples."""
-ROW_MULTIPLE = 256
 
 
 def prepare_run(
@@ -337,6 +336,6 @@ def choose_row_length(config: TrainConfig) -> int:
     statistics = count_statistics(encoder, config.model.hf)
     statistics.check_usable()
     longest = int(statistics.sample_quantity("tokens")[0].max(initial=0))
-    row_length = min(max(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, ROW_TOKENS[0]), ROW_TOKENS[1])
+    row_length = min(max(-(-longest // 256) * 256, ROW_TOKENS[0]), ROW_TOKENS[1])
     _print_progress(f"rows of {row_length:,} tokens; the longest sample has {longest:,}")
     return row_length

@@ -92,8 +92,7 @@ def verify(options: VerifyOptions) -> int:
             print(f"  {difference.name}: {difference.how}")
         if len(differences) > SHOWN_DIFFERENCES:
             print(f"  ... and {len(differences) - SHOWN_DIFFERENCES} more")
-        is_missing = all(difference.how.startswith("missing") for difference in differences)
-        if is_missing and len(differences) == result.tensors:
+        if len(differences) == result.tensors and all(each.how.startswith("missing") for each in differences):
             print("note: the two have no name in common; they are different models")
     if result.renamed:
         print(
