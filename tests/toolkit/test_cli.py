@@ -41,6 +41,8 @@ REFUSED = {
     "train {model} --data.path {records} --platform cpu --fp8.recipe delayed": "delayed needs a GPU",
     "train {model} --data.path {records} --eval.interval 5": "give --val-fraction, such as 0.1",
     "train {inputs} --columns a=user --val-fraction 0.1": "records, so leave out --columns, --val-fraction",
+    "train {inputs} --steps 5 --epochs 2": "exclude each other",
+    "train {model} --data.path synthetic:text": "has no end: give steps",
     "train {model} --dry-run --data.path nowhere": f"{MISSING}; give a folder",
     "data convert --input nowhere.json --media-root . --out out": "nowhere.json does not exist",
     "data convert --input pyproject.toml --media-root nowhere --out out": MISSING,

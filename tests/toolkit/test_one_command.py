@@ -36,6 +36,11 @@ from toolkit.train.prepare import (
 )
 
 
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def questions(folder: Path, count: int = 6, image: str = "dot.png") -> Path:
     """Records of questions about an image in the folder ``media``."""
     (folder / "media").mkdir(parents=True)
@@ -60,11 +65,8 @@ def prepared(records: Path, model: Path, *words: str, **options: object) -> Trai
 
 
 @pytest.mark.ranks
-def test_train_converts_records_and_finds_them_again(
-    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_train_converts_records_and_finds_them_again(tmp_path, tiny_checkpoint):
     records = questions(tmp_path / "raw")
-    monkeypatch.chdir(tmp_path)
     command = ["train", "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
     command += ["--data.path", str(records), "--media-root", str(tmp_path / "raw" / "media")]
     command += ["--global_batch_size", "2", "--log.samples", "true"]
@@ -85,10 +87,7 @@ def test_train_converts_records_and_finds_them_again(
     assert "Traceback" not in refused.stderr
 
 
-def test_preparation_chooses_what_the_user_leaves_out(
-    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_preparation_chooses_what_the_user_leaves_out(tmp_path, tiny_checkpoint):
     records, model = questions(tmp_path / "raw", image="media/dot.png"), tiny_checkpoint("qwen2_5_vl")
     config = prepared(records, model)
     assert config.checkpoint.dir == "runs/conversations" and config.data.path == "runs/conversations/data"
@@ -105,7 +104,7 @@ def test_preparation_chooses_what_the_user_leaves_out(
 
 
 @pytest.mark.full
-def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path: Path, tiny_checkpoint) -> None:
+def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path, tiny_checkpoint) -> None:
     words = ["train", "--platform", "cpu", "--model.hf", tiny_checkpoint("qwen2_5_vl")]
     done = subprocess.run(
         [sys.executable, "-m", "megatron_vl", *words, "--data.path", questions(tmp_path / "raw"),
@@ -128,10 +127,8 @@ def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path: Path, tin
     ],
 )  # fmt: skip
 def test_options_for_records_reach_the_samples(
-    record: dict[str, str], options: dict[str, str], texts: list[str], tmp_path: Path, tiny_checkpoint,
-    monkeypatch: pytest.MonkeyPatch,
+    record: dict[str, str], options: dict[str, str], texts: list[str], tmp_path, tiny_checkpoint,
 ):  # fmt: skip
-    monkeypatch.chdir(tmp_path)
     records = questions(tmp_path / "raw", count=0)
     records.write_text(json.dumps([record]))
     roots = [tmp_path / "raw" / "media"]
@@ -143,10 +140,7 @@ def test_options_for_records_reach_the_samples(
     assert image["type"] == "image" and [question["text"], assistant["content"]] == texts
 
 
-def test_validation_split_is_part_of_what_was_converted(
-    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
+def test_validation_split_is_part_of_what_was_converted(tmp_path, tiny_checkpoint, capsys):
     records, model = questions(tmp_path / "raw", image="media/dot.png"), tiny_checkpoint("qwen2_5_vl")
     prepared(records, model, val_fraction=0.5)
     assert "6 of 6 records converted, 3 of them for validation" in capsys.readouterr().err
@@ -159,9 +153,8 @@ def test_validation_split_is_part_of_what_was_converted(
 
 
 def test_dry_run_answers_for_records_that_no_start_has_converted(
-    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path, tiny_checkpoint, monkeypatch, capsys
 ):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     records = questions(tmp_path / "raw", count=300)
     words = ["train", "--dry-run", f"--model.hf={tiny_checkpoint('qwen2_5_vl')}", f"--data.path={records}"]
@@ -178,10 +171,7 @@ def test_dry_run_answers_for_records_that_no_start_has_converted(
     assert note in shown.err and not (tmp_path / "runs").exists()
 
 
-def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
-    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
+def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(tmp_path, tiny_checkpoint):
     records, model = questions(tmp_path / "raw"), tiny_checkpoint("qwen2_5_vl")
     with pytest.raises(
         RunConfigError, match="6 of 6 records cannot be used.*dot.png does not exist.*--media-root"
@@ -210,9 +200,8 @@ def test_records_that_change_are_refused_and_unusable_ones_are_converted_again(
 
 
 def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_writes_them(
-    tmp_path: Path, tiny_checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path, tiny_checkpoint, capsys
 ):
-    monkeypatch.chdir(tmp_path)
     model = tiny_checkpoint("qwen2_vl")
     dry_run = ["train", "--dry-run", "--model.hf", str(model), "--data.path", "tools.json"]
     Path("tools.json").write_text(json.dumps([WITH_TOOLS["openai"]] * 3))
@@ -228,7 +217,7 @@ def test_records_that_no_sample_is_made_of_are_refused_with_the_template_that_wr
     assert main([*dry_run, template]) == 0 and "8 rows, 16,384 tokens" in capsys.readouterr().out
 
 
-def test_nodes_wait_for_the_conversion_of_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_nodes_wait_for_the_conversion_of_the_first(tmp_path, capsys):
     # What an earlier start left is not taken: the first node is about to replace it.
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": false}')
@@ -252,7 +241,7 @@ def test_files_of_records_are_recognised(path: str, expected: bool):
     assert is_records(path) is expected
 
 
-def test_folders_of_records_are_no_data_sets(tmp_path: Path):
+def test_folders_of_records_are_no_data_sets(tmp_path):
     assert not is_records(str(tmp_path))
     (tmp_path / "state.json").write_text("{}")
     assert is_records(str(tmp_path)) and is_records(f"{tmp_path}/dataset_info.json:a,b")
@@ -269,7 +258,7 @@ def test_folders_of_records_are_no_data_sets(tmp_path: Path):
     assert [file.path.name for file in find_input_files([tmp_path / "set"])] == ["x.json"]
 
 
-def test_model_is_downloaded_by_its_name(monkeypatch: pytest.MonkeyPatch):
+def test_model_is_downloaded_by_its_name(monkeypatch):
     """Nothing is downloaded here: huggingface_hub itself says that it is offline."""
     assert is_hub_name("Qwen/Qwen2.5-VL-7B-Instruct")
     assert not any(map(is_hub_name, ("checkpoints/a", "checkpoints/a/b", "", "/abs/dir", "tests/data")))
@@ -289,11 +278,3 @@ def test_model_is_downloaded_by_its_name(monkeypatch: pytest.MonkeyPatch):
     assert download_model("Org/Model") == "/cache/Org/Model"
     assert given[0]["repo_id"] == "Org/Model" and "*.bin" in given[0]["ignore_patterns"]
     assert not given[0]["local_files_only"]
-
-
-def test_steps_and_epochs_exclude_each_other(tiny_checkpoint, capsys: pytest.CaptureFixture[str]):
-    words = ["train", "--model.hf", str(tiny_checkpoint("qwen2_5_vl")), "--dry-run", "--steps", "5"]
-    assert main([*words, "--epochs", "2", "--data.path", "synthetic:text"]) == 1
-    assert "exclude each other" in capsys.readouterr().err
-    assert main([*words[:-2], "--data.path", "synthetic:text"]) == 1
-    assert "has no end: give steps" in capsys.readouterr().err

@@ -40,8 +40,7 @@ def show(options: ShowOptions) -> int:
         print(f"  {part:<11} {size / 1e6:12.1f} MB")
 
     expected = sorted([*run_json["files"], *(f"weights/{name}" for name in manifest["files"])])
-    missing = [name for name in expected if not (step_dir / name).is_file()]
-    if missing:
+    if missing := [name for name in expected if not (step_dir / name).is_file()]:
         print(f"missing: {', '.join(missing)}; {ROLLBACK_ADVICE}")
     return 1 if missing else 0
 

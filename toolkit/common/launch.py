@@ -38,16 +38,22 @@ def run_group(
             this process, which raises UserError if a signal ends them.
         on_cpu: whether they use no GPU, so that they may be forks of a process that imported the stack.
     """
-    launcher_arguments: list[str] = []
-    if world_size > 1:
-        launcher = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
-        launcher_arguments = ["-m", *launcher, "--standalone", "--nproc-per-node", str(world_size)]
-    env = {**GPU_ENVIRONMENT, **os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH"))))
-    env |= single_rank_variables() if world_size == 1 else {}
+    launcher = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
+    launcher_arguments = ["-m", *launcher, "--standalone", "--nproc-per-node", str(world_size)]
+    env = {
+        **GPU_ENVIRONMENT,
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))),
+        **(single_rank_variables() if world_size == 1 else {}),
+    }
     captured_output = subprocess.PIPE if show == "nothing" else None
     done = subprocess.run(
-        [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)],
+        [
+            sys.executable,
+            *(launcher_arguments if world_size > 1 else ()),
+            *("-m", module_name, *map(str, module_arguments)),
+        ],
         env=env,
         stdout=captured_output,
         stderr=captured_output,

@@ -43,7 +43,6 @@ class CommandOptions:
     fields: list[str] = dataclasses.field(default_factory=list, metadata={"hidden": True})
     """The words of the command line that set fields of a run, in order."""
     words: list[str] = dataclasses.field(default_factory=list, metadata={"hidden": True})
-    """All words of the command line."""
 
     def check(self) -> None:
         """Raises UsageError if options contradict each other."""
@@ -191,6 +190,9 @@ def shown_options(options_class: type[CommandOptions]) -> list[dataclasses.Field
 
 
 def field_docstrings(options_class: type) -> dict[str, str]:
-    bases = [base for base in reversed(options_class.__mro__) if dataclasses.is_dataclass(base)]
-    items = [item for base in bases for item in parse_from_object(base).params]
-    return {item.arg_name: " ".join((item.description or "").split()) for item in items}
+    return {
+        item.arg_name: " ".join((item.description or "").split())
+        for base in reversed(options_class.__mro__)
+        if dataclasses.is_dataclass(base)
+        for item in parse_from_object(base).params
+    }

@@ -130,10 +130,14 @@ def _index_tars(options: DataIndexOptions, config: TrainConfig, spec: ModelSpec,
     from megatron_vl.data.source.tar_list import parse_fields
 
     assert options.out is not None
-    encoder = open_encoder(config.data, spec, config.model.hf)
-    sizes_name = compute_tokenization_id(config.model.hf, spec, config.data)
-    fields, tars = parse_fields(options.members), find_tars(options.input)
-    tar_index = TarIndex(*tars, options.out, fields, encoder, sizes_name)
+    fields = parse_fields(options.members)
+    tar_index = TarIndex(
+        *find_tars(options.input),
+        options.out,
+        fields,
+        open_encoder(config.data, spec, config.model.hf),
+        compute_tokenization_id(config.model.hf, spec, config.data),
+    )
     report = index_tars(tar_index, num_workers)
     broken = ", ".join(f"{count} {reason}" for reason, count in report.broken.most_common())
     listed = f"; no usable pair: {broken}, listed in {options.out / 'quarantine.jsonl'}" if broken else ""

@@ -30,9 +30,12 @@ class CheckpointModel:
         self.think = THINK[settings.get("thinking")]
         # A released folder takes the frames of its own processor; an exported one what it was trained with.
         data_config = DataConfig() if exported_media(hf_dir) else DataConfig(video_max_frames=768)
-        data_config = with_trained_media(data_config, hf_dir)
-        limits = tuple(settings["max_new_tokens"])
-        self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
+        self.answerer = Answerer(
+            hf_dir,
+            with_trained_media(data_config, hf_dir),
+            tuple(settings["max_new_tokens"]),
+            getattr(torch, settings["dtype"]),
+        )
 
     def encode(self, prompt: Sequence[Mapping[str, Any]]) -> TokenizedSample:
         """The prompt in the checkpoint's chat template, with its media.

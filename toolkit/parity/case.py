@@ -93,7 +93,6 @@ class ParityCase:
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
-    """``model.attention``; the fused GPU kernels do not support float32."""
 
     @property
     def config(self) -> TrainConfig:

@@ -78,9 +78,10 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         row_multiple = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
         num_rows = row_multiple * -(-2 // row_multiple)
         samples = prepare_samples(hf_dir, work_dir, num_rows)
-        num_tokens, device = sum(map(len, samples)), reference_device(hf_dir)
+        device = reference_device(hf_dir)
         print_line(
-            f"transformers on {len(samples)} conversations of {num_tokens} tokens, {options.dtype}, {device}"
+            f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens,"
+            f" {options.dtype}, {device}"
         )
         _run_reference(options, hf_dir, work_dir, device)
         case_fields = _case_fields(options, hf_dir, weights_dir, samples, num_rows, work_dir)
@@ -223,8 +224,8 @@ def run_layouts(
         arguments: list[str | Path] = [cases_path, results_path, platform]
         group = run_group("toolkit.parity.worker", arguments, world_size, on_cpu=platform == "cpu")
         # The worker writes after each case, so a crash loses only that case and later ones.
-        written_results = json.loads(results_path.read_text()) if results_path.exists() else {}
         why = f"the processes ended before this layout:\n{last_output_lines(group)}"
-        for case in cases:
-            results[case.name] = written_results.get(case.name, {"ok": False, "error": why})
+        results |= {case.name: {"ok": False, "error": why} for case in cases}
+        if results_path.exists():
+            results |= json.loads(results_path.read_text())
     return {layout.layout_text: results[layout.layout_text] for layout in options.layout_specs}

@@ -187,7 +187,7 @@ def _prepare_launch(
     """
     config = _read_config(run_args)
     nnodes = options.nnodes or launch_environment.nnodes
-    launcher_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
+    meeting = _rendezvous_arguments(options, launch_environment, nnodes)
     is_first_node = _is_first_node(options, launch_environment)
     _check_files(config, options, needs_records=is_first_node)
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
@@ -202,8 +202,7 @@ def _prepare_launch(
         os.environ.setdefault(name, value)
     if nnodes * ranks_per_node == 1:
         return None, run_args
-    sizes = ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node)]
-    return [*sizes, *launcher_arguments], run_args
+    return ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node), *meeting], run_args
 
 
 def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: bool = True) -> None:
@@ -266,5 +265,4 @@ def _rendezvous_arguments(
             "need one: add the name to /etc/hosts"
         ) from error
     endpoint = f"{rendezvous_host}:{given_port or launch_environment.master_port}"
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-    return [*meeting, "--rdzv-id", launch_environment.job_id]
+    return ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", launch_environment.job_id]

@@ -95,8 +95,10 @@ def _print_run(run: ResolvedRun, world_size: int) -> None:
         print(f"fits: {', '.join(fits) or 'none of ' + ', '.join(gib_by_gpu)}")
         if prediction.host_gib:
             print(f"host memory: {prediction.host_gib:.1f} GiB for each rank of the fullest stage")
-        speed = f"{prediction.step_seconds:.2f} s a step, {prediction.tokens_per_second:,.0f} tokens/s"
         gpu = prediction.gpu.name + ("" if prediction.gpu.is_measured else " (not measured)")
-        print(f"estimated on {gpu} with image rows: {speed} at {prediction.mfu:.0%} MFU")
+        print(
+            f"estimated on {gpu} with image rows: {prediction.step_seconds:.2f} s a step,"
+            f" {prediction.tokens_per_second:,.0f} tokens/s at {prediction.mfu:.0%} MFU"
+        )
     for note in run.run_notes:
         print(note)
