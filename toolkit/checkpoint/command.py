@@ -68,6 +68,8 @@ def rollback(options: RollbackOptions) -> int:
 def restart_data(options: RestartDataOptions) -> int:
     from .rollback import restart_data as restart_run_data
 
-    step_dir = restart_run_data(options.run)
-    print(f"{step_dir}: the next start reads the data set from its start, and keeps weights and optimizer")
+    print(
+        f"{restart_run_data(options.run)}: the next start reads the data set from its start, and keeps"
+        " weights and optimizer"
+    )
     return 0

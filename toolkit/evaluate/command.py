@@ -61,8 +61,12 @@ def print_table(result: Evaluation, report_path: Path) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, width=max(100, Console().width))
-    title = escape(f"{result.data}, {result.questions} questions")
-    table = Table("", *result.checkpoints, title=title, title_justify="left")
+    table = Table(
+        "",
+        *result.checkpoints,
+        title=escape(f"{result.data}, {result.questions} questions"),
+        title_justify="left",
+    )
     checkpoints = list(result.checkpoints.values())
     for name in ("tensors", "answers"):
         table.add_row(name, *(facts[name] for facts in checkpoints))

@@ -62,8 +62,17 @@ def exported_folder(checkpoint: Path, hf: str) -> Path:
         export_dir = export_dir.with_name(f"{export_dir.name}_merged")
     if read_export_facts(export_dir).get("weights") != reader.manifest["digest"]:
         print(f"exporting step {step} to {export_dir}", file=sys.stderr, flush=True)
-        facts, merges = {"step": step}, bool(reader.lora.rank)
-        export_step(ExportJob(str(step_dir), hf, str(export_dir), os.getpid(), True, facts, merges))
+        export_step(
+            ExportJob(
+                str(step_dir),
+                hf,
+                str(export_dir),
+                os.getpid(),
+                is_last=True,
+                facts={"step": step},
+                merges_adapter=bool(reader.lora.rank),
+            )
+        )
     return export_dir
 
 
