@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_vl.system.plurals import pluralize
 from megatron_vl.system.processes import available_cores
 from toolkit.common.options import CommandOptions, option, option_flag
 
@@ -81,7 +80,10 @@ def ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
     """What is ignored in a location, why, and what that means; the most frequent keys first."""
     shown = Counter(counts).most_common(10)
     noun = key_location.removesuffix("s")
-    keys = [f"{key if key.isprintable() else ascii(key)} in {pluralize(count, noun)}" for key, count in shown]
+    keys = [
+        f"{key if key.isprintable() else ascii(key)} in {count} {noun if count == 1 else key_location}"
+        for key, count in shown
+    ]
     if len(counts) > len(shown):
         keys.append(f"and {len(counts) - len(shown)} more keys (see report.json)")
     reason = "keys that the format does not read, so that nothing in them is trained on"
