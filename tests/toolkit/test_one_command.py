@@ -260,6 +260,7 @@ def test_folders_of_records_are_no_data_sets(tmp_path):
 
 def test_model_is_downloaded_by_its_name(monkeypatch):
     """Nothing is downloaded here: huggingface_hub itself says that it is offline."""
+    Path("tests").mkdir()
     assert is_hub_name("Qwen/Qwen2.5-VL-7B-Instruct")
     assert not any(map(is_hub_name, ("checkpoints/a", "checkpoints/a/b", "", "/abs/dir", "tests/data")))
     wanted = "Org/Other does not exist; give .*hf download Org/Other --local-dir checkpoints/Other"
