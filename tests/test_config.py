@@ -151,7 +151,6 @@ def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
 
 
 IMPOSSIBLE = [
-    ("--optimizer.schedule wsd --optimizer.decay_steps 1", 1, "decay_steps 1 must be at least 2"),
     (
         "--steps 10 --optimizer.schedule wsd --optimizer.warmup_steps 8 --optimizer.decay_steps 3",
         1,
@@ -174,7 +173,6 @@ IMPOSSIBLE = [
     ("--optimizer.min_lr_ratio 2", 1, "between 0 and 1"),
     ("--steps 100 --optimizer.warmup_steps 100", 1, "must be below steps 100"),
     ("--stop_after 9 --steps 8 --optimizer.warmup_steps 0", 1, "stop_after 9 must not be above steps 8"),
-    ("--failures.timeout_s 1e12", 1, "failures.timeout_s 1000000000000.0 must be between 0 and 604800"),
     ("--data.min_pixels 9 --data.max_pixels 8", 1, "data.min_pixels 9"),
     ('--recompute.language_modules ["attn"]', 1, "expected one of 'core_attn', 'mlp', 'layernorm'"),
     (
@@ -182,7 +180,6 @@ IMPOSSIBLE = [
         1,
         "nothing to train",
     ),
-    ("--fp8.recipe delayed --data.seq_len 4100 --parallel.cp 2", 2, "multiple of 32 .*; take 4096 or 4128$"),
     ("--fp8.recipe delayed --dtype float32", 1, "fp8.recipe delayed needs a GPU and dtype bfloat16"),
     ("--fp8.recipe delayed --platform cpu", 1, "fp8.recipe delayed needs a GPU and dtype bfloat16"),
     ("--parallel.ep 2", 1, r"start a multiple of 2 processes \(on one node: --nproc-per-node 2\)$"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tomllib
 from importlib.metadata import version
@@ -11,49 +10,38 @@ from pathlib import Path
 
 import pytest
 import yaml
-from mkdocs.config import load_config
-from mkdocs.structure.files import File
-from mkdocs.structure.pages import Page
 
 import megatron_vl
 from megatron_vl import config
 from megatron_vl.core_fixes.core_version import TESTED_CORE_VERSIONS
 from megatron_vl.estimate.gpus import known_gpus
 from megatron_vl.spec.families import FAMILIES
-from tests.docs_site import docs_hooks
+from tests.docs_site import docs_hooks, site_page
 from tests.parity import matrix
 from tests.parity.cases import CASES
-from toolkit.cli import main as toolkit_main
 from toolkit.commands import COMMANDS
 from toolkit.common.options import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 HOOKS = docs_hooks()
-SLOW_PAGE = pytest.param("which-gpu.md", marks=pytest.mark.slow)
+WHOLE = [name for name in HOOKS.WRITTEN if name != "which-gpu.md"]
 
 
-@pytest.mark.parametrize("name", [*(name for name in HOOKS.WRITTEN if name != "which-gpu.md"), SLOW_PAGE])
+@pytest.mark.parametrize("name", [*WHOLE, pytest.param("which-gpu.md", marks=pytest.mark.full)])
 def test_written_pages_are_those_of_the_code(name: str) -> None:
     written = (ROOT / "docs" / name).read_text().partition(HOOKS.MARK)[2]
     assert written == f"{HOOKS.WRITTEN[name]().strip()}\n", "run `make pages`"
 
 
-@pytest.mark.parametrize("name", HOOKS.ADDED)
-def test_site_adds_the_reference_to_its_pages(name: str) -> None:
-    introduction = (ROOT / "docs" / name).read_text()
-    file = File(name, "docs", "site", use_directory_urls=False)
-    page = Page(None, file, load_config(str(ROOT / "mkdocs.yml")))
-    shown = HOOKS.on_page_markdown(introduction, page=page)
-    assert shown.startswith(introduction) and shown.count("\n## ") >= 5
-
-
-# --- The support matrix; test_docs.py checks that the tests that it names exist -----------------------------
+def test_one_model_of_the_page_of_gpus_is_as_the_code_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take half a minute."""
+    monkeypatch.setattr(HOOKS, "GPU_PAGE_MODELS", ["Qwen2.5-VL-7B-Instruct"])
+    assert HOOKS.gpus_for_models() in (ROOT / "docs" / "which-gpu.md").read_text(), "run `make pages`"
 
 
 def test_matrix_has_every_family_and_only_cases_of_the_parity_table() -> None:
-    proven = {
-        family for tests in matrix.PROOFS.values() for families in tests.values() for family in families
-    }
+    """``test_docs.py`` checks that the tests that it names exist."""
+    proven = {each for tests in matrix.PROOFS.values() for families in tests.values() for each in families}
     assert set(matrix.FAMILIES) == set(FAMILIES) == proven
     table = {f"{ranks}-{case['name']}": case for ranks, cases in CASES.items() for case in cases}
     page = matrix.markdown()
@@ -61,9 +49,6 @@ def test_matrix_has_every_family_and_only_cases_of_the_parity_table() -> None:
         section = page.partition(f"### {title}\n")[2].partition("\n### ")[0]
         named = re.findall(r"\| `([124]-[^`]+)` \|", section)
         assert {table[name]["family"] for name in named} == {family}
-
-
-# --- Architecture, versions, releases -----------------------------------------------------------------------
 
 
 def test_arrows_of_the_architecture_page_are_the_import_contracts() -> None:
@@ -87,40 +72,17 @@ def test_supported_versions_are_those_that_run_here() -> None:
     assert set(known_gpus()) == set(", ".join(HOOKS.GPUS).split(", ")) - {"none: CPU", "two cores"}
 
 
-def test_release_files_name_this_version() -> None:
+def test_release_files_name_this_version_and_hosted_checks_are_those_of_ci_run() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     released = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert citation["version"] == released[0] == megatron_vl.__version__
-
-
-def test_hosted_checks_are_those_of_ci_run() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert commands == [".ci/run"] and (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
-def test_long_rows_are_predicted_as_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    line = HOOKS.long_row_line(HOOKS.released_spec("Qwen3-VL-8B-Instruct"), 262_144)
-    _, length, tp, cp, recompute, gib, _, mfu, tokens, _ = (cell.strip() for cell in line.split("|"))
-    assert (length, tp, cp, recompute) == ("262,144", "1", "2", "full, inputs in host memory")
-
-    hf = ROOT / "tests" / "hf_configs" / "Qwen3-VL-8B-Instruct.json"
-    run_args = ["plan", "--hf", str(hf), "--gpus", "8", "--json", "--dtype", "bfloat16"]
-    run_args += ["--data.seq_len", "262144", "--global_batch_size", "8", "--parallel.cp", cp]
-    run_args += ["--recompute.language", "full", "--recompute.vision", "full"]
-    run_args += ["--recompute.offload_inputs", "true"]
-    assert toolkit_main(run_args) == 0
-    predicted = json.loads(capsys.readouterr().out)["own"]
-    assert predicted["fits"] and f"{predicted['peak_gib']:.0f}" == gib
-    assert f"{100 * predicted['mfu']:.1f} %" == mfu
-    assert f"{predicted['tokens_per_second'] / 8:,.0f}" == tokens
-
-
-# --- The reference ------------------------------------------------------------------------------------------
-
-
 def test_reference_explains_every_field_of_a_run() -> None:
-    page = HOOKS.run_reference()
+    page = site_page("reference/run.md")
     helps = {action.dest: action.help for action in config.build_parser()._actions}
     for name in config.field_types():
         section = page.partition(f"### `{name}`\n")[2].partition("\n##")[0]
@@ -135,12 +97,10 @@ def letters(text: str) -> str:
 
 
 def test_reference_has_every_option_of_every_command() -> None:
-    page = HOOKS.commands_reference()
+    page = site_page("reference/commands.md")
     for name, command in COMMANDS.items():
         section = page.partition(f"## megatron-vl {name}\n")[2].partition("\n## ")[0]
         actions = build_parser(command.load_options_class(), f"megatron-vl {name}")._actions
-        words = [
-            word for action in actions if action.help != argparse.SUPPRESS for word in action.option_strings
-        ]
-        options = {word for word in words if word.startswith("--")} - {"--help"}
-        assert set(re.findall(r"^`(--[\w-]+)", section, re.MULTILINE)) == options, name
+        shown = [action for action in actions if action.help != argparse.SUPPRESS]
+        options = {word for action in shown for word in action.option_strings if word.startswith("--")}
+        assert set(re.findall(r"^`(--[\w-]+)", section, re.MULTILINE)) == options - {"--help"}, name

@@ -49,46 +49,30 @@ def test_living_children_with_their_words(tmp_path: Path) -> None:
     assert list_children(ended.pid) == {}
 
 
-GRANDCHILD = """
+TREE = """
 import subprocess, sys
-child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-print(child.pid, flush=True)
-child.wait()
-"""
-
-
-MANY_CHILDREN = """
-import subprocess
-children = [subprocess.Popen(["sleep", "60"]) for _ in range(100)]
+below = 'import subprocess; subprocess.Popen(["sleep", "60"], start_new_session=True).wait()'
+children = [subprocess.Popen(["sleep", "60"]) for _ in range(99)]
+children.append(subprocess.Popen([sys.executable, "-c", below], start_new_session=True))
 print("all run", flush=True)
 children[0].wait()
 print("saw one die", flush=True)
 """
 
 
-def test_tree_ends_whole_also_below_a_session_of_its_own() -> None:
-    root = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE, text=True)
-    assert root.stdout is not None
-    with root.stdout:
-        below = psutil.Process(int(root.stdout.readline()))
-    kill_process_tree(root.pid)
-    assert root.wait() == -9
-    wait_until(lambda: has_ended(below))
-    kill_process_tree(root.pid)  # what has ended already is no error
-
-
-def test_process_tree_is_killed_from_the_top() -> None:
+def test_tree_is_killed_from_the_top_also_below_a_session_of_its_own() -> None:
     """A launcher could start the next one, or end as if all were well."""
-    root = subprocess.Popen([sys.executable, "-c", MANY_CHILDREN], stdout=subprocess.PIPE, text=True)
+    root = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True)
     assert root.stdout is not None
     with root.stdout:
         assert root.stdout.readline() == "all run\n"
-        below = psutil.Process(root.pid).children()
+        wait_until(lambda: len(psutil.Process(root.pid).children(recursive=True)) == 101)
+        below = psutil.Process(root.pid).children(recursive=True)
         kill_process_tree(root.pid)
         assert root.wait() == -9
         assert root.stdout.read() == ""
-    assert len(below) == 100
     wait_until(lambda: all(map(has_ended, below)))
+    kill_process_tree(root.pid)  # what has ended already is no error
 
 
 def test_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
@@ -128,7 +112,7 @@ def test_memory_and_own_process_are_known_without_proc(monkeypatch):
 
 def test_closed_stderr_is_no_bug(tmp_path):
     """Its number must not go to a file, and nothing may write to None."""
-    words = [sys.executable, "-m", "toolkit.cli", "data", "convert", "--input", str(tmp_path / "none.jsonl")]
+    words = [sys.executable, "-m", "toolkit", "data", "convert", "--input", str(tmp_path / "none.jsonl")]
     words += ["--out", str(tmp_path / "out")]
     ended = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True)
     assert (ended.returncode, ended.stdout) == (1, b"")

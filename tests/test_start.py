@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from megatron_vl.core_fixes.faster_imports import _compile_at_first_call, _keeping_kernels
-from tests.support.tiny_run import command, environment, prepare
-from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_run import environment
+from toolkit.common.launch import single_rank_variables
 
 pytestmark = pytest.mark.slow
 
@@ -132,16 +132,15 @@ import transformer_engine.common.recipe, transformer_engine.pytorch.module.base
 """
 
 
-def test_run_on_cpu_calls_no_kernel_of_transformer_engine(tmp_path: Path) -> None:
+def test_run_on_cpu_calls_no_kernel_of_transformer_engine(tmp_path: Path, tiny_checkpoint) -> None:
     """Of an installed one, whose kernels and modules need a GPU."""
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed/transformer_engine.py").write_text(TRANSFORMER_ENGINE)
-    hf = write_tiny_checkpoint(tmp_path / "hf", "qwen3_vl_moe", dtype=torch.float32)
-    prepared = prepare(tmp_path / "prepared", hf)
-
-    variables = environment()
-    variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path / 'installed'}"
-    run_command = command(prepared, tmp_path / "run", "--optimizer.clip_grad", "1e-3", ranks=1, steps=3)
+    (tmp_path / "transformer_engine.py").write_text(TRANSFORMER_ENGINE)
+    variables = environment() | single_rank_variables()
+    variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    words = f"-m megatron_vl.train --model.hf {tiny_checkpoint('qwen3_vl_moe')} --model.checkpoint random"
+    words += " --data.path synthetic:images --data.seq_len 256 --global_batch_size 1 --steps 1 --platform cpu"
+    words += " --dtype float32 --optimizer.clip_grad 1e-3 --optimizer.warmup_steps 0"
+    run_command = [sys.executable, *words.split()]
     done = subprocess.run(run_command, env=variables, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 

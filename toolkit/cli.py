@@ -11,7 +11,6 @@ from toolkit.commands import COMMANDS
 from toolkit.common.options import CommandOptions, check_paths, parse_command_line
 
 PROGRAM_NAME = "megatron-vl"
-PROGRAM_DESCRIPTION = "Convert, train and check Qwen-VL models with Megatron-core."
 HELP_FLAGS = ("-h", "--help")
 
 
@@ -90,15 +89,10 @@ def read_command_line(command_name: str, option_args: list[str]) -> CommandOptio
 
 
 def commands_overview(group: str = "") -> str:
-    """Lists all commands, or those of a group, each with its first sentence."""
-    lines = [f"usage: {PROGRAM_NAME} {group or 'COMMAND'} ...", "", PROGRAM_DESCRIPTION, ""]
+    lines = [f"usage: {PROGRAM_NAME} {group or 'COMMAND'} ...", ""]
+    lines += ["Convert, train and check Qwen-VL models with Megatron-core.", ""]
     width = max(map(len, COMMANDS))
     for name in commands_of(group) if group else COMMANDS:
         description = " ".join((COMMANDS[name].load_options_class().__doc__ or "").split())
         lines.append(f"  {name:<{width}}  {description.split('. ')[0].rstrip('.')}")
-    lines += ["", f"{PROGRAM_NAME} COMMAND --help explains a command's options."]
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n".join([*lines, "", f"{PROGRAM_NAME} COMMAND --help explains a command's options.", ""])

@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from mkdocs.config import load_config
-from mkdocs.structure.files import File
-from mkdocs.structure.pages import Page
 
-from benchmarks.card import TIMED_ROWS, main
+from benchmarks import card
+from megatron_vl.parallel.process_grid import init_distributed
+from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
-from tests.docs_site import docs_hooks
-from tests.support.ranks import call
-from tests.toolkit.programs import card_losses
+from tests.docs_site import docs_hooks, site_page
+from tests.support.ranks import call, in_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
@@ -32,7 +29,7 @@ def card_file(tiny_checkpoint, tmp_path_factory) -> Path:
     words += "--language-layers 3 --vision-layers 2 --seq-len 512".split()
     words += ["--steps", str(STEPS), "--lr", str(LR)]
     words += ["--out", str(folder / "card.json")]
-    assert call(main, argv=words) == 0
+    assert call(card.main, argv=words) == 0
     return folder / "card.json"
 
 
@@ -47,7 +44,7 @@ def test_card_has_what_was_measured(card_file: Path) -> None:
     speed = card["speed"]
     # Rows are nearly full, and each has images.
     tokens = speed["tokens_per_s_per_rank"] * speed["step_s"]
-    assert 0.7 * TIMED_ROWS * 512 < tokens <= TIMED_ROWS * 512 and speed["images_per_s"] > 0
+    assert 0.7 * card.TIMED_ROWS * 512 < tokens <= card.TIMED_ROWS * 512 and speed["images_per_s"] > 0
 
     curve = card["curve"]
     assert curve["dtype"] == "float32" and curve["optimizer"]["lr"] == LR
@@ -62,7 +59,6 @@ def test_card_has_what_was_measured(card_file: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("family", "dtype", "limit"),
     [
@@ -72,13 +68,23 @@ def test_card_has_what_was_measured(card_file: Path) -> None:
         ("qwen3_5_moe", "bfloat16", 5e-3),
     ],
 )
-def test_card_shows_another_learning_rate(family: str, dtype: str, limit: float, tiny_checkpoint, tmp_path):
+@in_ranks()
+def test_card_shows_another_learning_rate(hf, family: str, dtype: str, limit: float, tmp_path):
     """Of bf16 as well, where the gap has the size of the one between two kernels."""
-    run = {"hf": str(tiny_checkpoint(family)), "folder": str(tmp_path / "card"), "dtype": dtype}
-    gaps = call(card_losses, **run, steps=STEPS, lr=LR)
-    assert 0 < gaps["same"]["largest"] < limit < 10 * limit < gaps["other rate"]["largest"]
+    init_distributed(get_platform("cpu"))
+    run = card.prepare_curve(read_spec(hf), tmp_path / "card", "cpu", steps=STEPS, learning_rate=LR)
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, dtype=dtype))
+    other = dataclasses.replace(run.config, optimizer=dataclasses.replace(run.config.optimizer, lr=3 * LR))
+    expected = card.train_in_transformers(run)
+    losses = {
+        "same": card.train_here(run),
+        "eager": card.train_in_transformers(run, attention="eager"),
+        "other rate": card.train_here(dataclasses.replace(run, config=other)),
+    }
+    gaps = {name: card.curve_gap(each, expected)["largest"] for name, each in losses.items()}
+    assert 0 < gaps["same"] < limit < 10 * limit < gaps["other rate"]
     # On a CPU, both kernels of transformers may give the same bits.
-    assert gaps["eager"]["largest"] == 0 or gaps["same"]["largest"] < 5 * gaps["eager"]["largest"]
+    assert gaps["eager"] == 0 or gaps["same"] < 5 * gaps["eager"]
 
 
 # --- The page -----------------------------------------------------------------------------------------------
@@ -92,7 +98,7 @@ def test_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps(card | {"date": f"day of {name}"}))
     hooks = docs_hooks()
     monkeypatch.setattr(hooks, "CARDS", tmp_path)
-    text = site_page("qwen3_vl")
+    text = site_page("families/qwen3_vl.md")
     assert "day of qwen3_vl on" in text
     assert "day of qwen3_vl-small on" in text
     assert "day of qwen3_vl_moe" not in text
@@ -110,15 +116,7 @@ def test_page_without_a_card_stays_as_it_is(tmp_path, monkeypatch) -> None:
     hooks = docs_hooks()
     monkeypatch.setattr(hooks, "CARDS", tmp_path)
     written = (ROOT / "docs" / "families" / "qwen2_vl.md").read_text()
-    assert site_page("qwen2_vl") == written
-
-
-def site_page(name: str) -> str:
-    """The Markdown of a family's page as the site has it."""
-    address = f"families/{name}.md"
-    file = File(address, "docs", "site", use_directory_urls=False)
-    page: Any = Page(None, file, load_config(str(ROOT / "mkdocs.yml")))
-    return docs_hooks().on_page_markdown((ROOT / "docs" / address).read_text(), page=page)
+    assert site_page("families/qwen2_vl.md") == written
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL-2B-Instruct", "Qwen3-VL-8B-Instruct", "Qwen3.5-35B-A3B"])

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 
@@ -27,6 +28,8 @@ def main() -> int:
     }
     Path(sys.argv[1], f"{rank}.json").write_text(json.dumps(facts))
     if sys.argv[2:] == [rank]:
+        while len(list(Path(sys.argv[1]).glob("*.json"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.01)  # the launcher would end the other rank before it has written
         raise RuntimeError(f"rank {rank} fails here")
     return 0
 

@@ -18,7 +18,7 @@ from toolkit.train import command
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_run_scores_itself_when_its_ranks_have_ended(
     ranks: int, tiny_checkpoint: Any, tmp_path: Path
 ) -> None:

@@ -7,20 +7,28 @@ import io
 import itertools
 import json
 import subprocess
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from megatron_vl.config import DataConfig, LoraConfig, ModelConfig
-from megatron_vl.data.synthetic import SyntheticRows
+from megatron_vl.data.sample.pixel_settings import PixelNorm
+from megatron_vl.data.synthetic import SyntheticRows, draw_rows
 from megatron_vl.estimate.flops import needed_flops, row_sizes
+from megatron_vl.models.moe.router import iterate_routers
 from megatron_vl.spec.families import read_spec
+from megatron_vl.train import train
 from tests.support import ranks
-from tests.support.ranks import call, run_module
+from tests.support.ranks import in_ranks
 from tests.support.tiny_run import prepare
-from tests.toolkit.programs import benchmark_that_fails_in_text, busiest_experts
 from toolkit.bench import command
-from toolkit.bench.options import WARM_UP
+from toolkit.bench.measure import Measure, measure_benchmark
+from toolkit.bench.options import WARM_UP, parse_bench_options
 from toolkit.cli import main
+from toolkit.parity.reference import backward_mean_loss
 
 SEQ_LEN = 500
 TIMED, ROWS, RANKS = 1, 2, 2
@@ -72,12 +80,23 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
         assert w["mfu_all_tokens"] / w["mfu"] == pytest.approx(sum(row.total for row in all_tokens) / total)
 
 
-@pytest.mark.ranks
-def test_measured_speed_is_shown_if_a_later_step_fails(tiny_checkpoint, tmp_path, monkeypatch) -> None:
+@in_ranks()
+def test_measured_speed_is_shown_if_a_later_step_fails(hf, tmp_path) -> None:
+    """The second kind of rows finds no memory."""
     words = f"--data.seq_len 256 --global_batch_size 1 --out {tmp_path}/figures.json --timed 1 --platform cpu"
-    options = ["--model.hf", str(tiny_checkpoint("qwen2_5_vl")), *words.split()]
-    with pytest.raises(AssertionError, match="no memory for rows of text"):
-        call(benchmark_that_fails_in_text, options=options)
+    before_step = Measure.before_step
+
+    def fail_in_text(measure: Measure, trainer: Any) -> None:
+        before_step(measure, trainer)
+        if measure.name == "text":
+            raise RuntimeError("no memory for rows of text")
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RuntimeError, match="no memory for rows of text"),
+    ):
+        patch.setattr(Measure, "before_step", fail_in_text)
+        measure_benchmark(parse_bench_options(["--model.hf", str(hf), *words.split()]))
     assert json.loads((tmp_path / "figures.json").read_text())["workloads"].keys() == {"images"}
 
 
@@ -97,22 +116,68 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
     assert figures["workloads"]["data"]["images_per_s"] > 0
 
 
-@pytest.mark.ranks
 @pytest.mark.full
-def test_fsdp2_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
-    """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient."""
-    folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]
-    done = run_module("tests.toolkit.fsdp2_gradients", [tmp_path / "out.json", *folders], ranks=2)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for result in json.loads((tmp_path / "out.json").read_text()).values():
-        assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5
+@pytest.mark.parametrize(("family", "sync"), [("qwen2_5_vl", "every"), ("qwen3_vl", "last")])
+@in_ranks(2)
+def test_fsdp2_trains_the_same_model(hf, family: str, sync: str) -> None:
+    """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient of the
+    plain Hugging Face model on the same samples, one by one."""
+    from transformers import AutoModelForImageTextToText
+
+    from benchmarks import fsdp2
+
+    dist.init_process_group("gloo")
+    options, given = fsdp2.read_options(["--model.hf", str(hf), "--gradient-sync", sync])
+    spec = options.spec
+
+    def drawn(rank: int) -> list:
+        data = DataConfig(path="synthetic:images", seq_len=700, seed=rank)
+        return list(itertools.islice(draw_rows(data, spec), 2))
+
+    model = fsdp2.build(fsdp2.hf_config(options), torch.device("cpu"))
+    trainer = fsdp2.Trainer(options, model, torch.device("cpu"), given.gradient_sync == "every")
+    rows = [fsdp2.hf_row(samples, spec, 700) for samples in drawn(dist.get_rank())]
+    loss = float(trainer.backward(rows))
+    reference = AutoModelForImageTextToText.from_config(
+        fsdp2.hf_config(options), dtype=torch.float32, attn_implementation="sdpa"
+    ).train()
+    buffers = dict(model.named_buffers())
+    for name, buffer in reference.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+    named = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    reference.load_state_dict(named)
+    samples = [sample for rank in range(dist.get_world_size()) for row in drawn(rank) for sample in row]
+    expected = backward_mean_loss(reference, samples, spec, PixelNorm(mean=(0.5,) * 3, std=(0.5,) * 3))
+    assert abs(loss - expected) / expected < 1e-6 and len(gradients) > 100
+    for name, p in reference.named_parameters():
+        if p.grad is not None and float(p.grad.norm()) > 1e-7:
+            assert float((gradients[name] - p.grad).norm() / p.grad.norm()) < 1e-5, name
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-@pytest.mark.ranks
-def test_even_routing_chooses_experts_evenly(tiny_checkpoint) -> None:
-    """The busiest expert's tokens over the mean would be experts / top_k without the option."""
-    busiest = call(busiest_experts, hf=str(tiny_checkpoint("qwen3_vl_moe")))
-    assert busiest and max(busiest) < 1.5, busiest
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"])
+@in_ranks()
+def test_even_routing_chooses_experts_evenly(hf, family: str) -> None:
+    """Of experts that are all equally good, a router takes the same ones for each token: without the option,
+    the busiest one's tokens over the mean would be experts / top_k."""
+    loads: list[torch.Tensor] = []
+
+    class Indifferent(Measure):
+        def begin(self, trainer: Any) -> None:
+            super().begin(trainer)
+            for router in iterate_routers(trainer.model_chunks):
+                router.weight.data.zero_()
+
+        def end(self, trainer: Any, has_failed: bool) -> None:
+            loads.extend(router.load for router in iterate_routers(trainer.model_chunks))
+
+    shape = "--data.seq_len 256 --global_batch_size 1 --dtype float32 --platform cpu"
+    words = f"--data.path synthetic:text --even-routing --timed 1 {shape}".split()
+    bench_run = parse_bench_options(["--model.hf", str(hf), *words])
+    train(bench_run.config, bench_run.spec, [Indifferent(bench_run)])
+    assert loads and all(load.max() < 1.5 * load.float().mean() for load in loads), loads
 
 
 def test_a_benchmark_that_was_killed_says_so(tiny_checkpoint, capsys, monkeypatch) -> None:

@@ -15,57 +15,67 @@ from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, MANIFEST_VERSION, WEIGHTS_FORMAT
 from tests.data.media import write
 from tests.support.run_json import write_run_json
+from tests.support.tiny_run import environment
 from toolkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 HF = str(ROOT / "tests" / "hf_configs" / "Qwen2-VL-2B-Instruct.json")
-WRONG = [
-    "data convert --input nowhere.json --media-root . --out out",
-    "data convert --input pyproject.toml --media-root nowhere --out out",
-    "data index --data.path nowhere --model.hf .",
-    "data show --data.path nowhere --model.hf .",
-    "convert --hf nowhere --out out",
-    "split --checkpoint nowhere --parallel.tp 2 --out out",
-    "merge --checkpoint nowhere --out out",
-    "export --checkpoint . --hf nowhere --out out",
-    "verify . nowhere",
-    "checkpoint show nowhere",
-    "checkpoint verify nowhere",
-    "generate --checkpoint nowhere --prompt Hello",
-    "generate --checkpoint . --prompt Hello --image nowhere.jpg",
-    f"bench --model.hf {HF} --nproc-per-node 1 --data.path nowhere",
-    "parity --hf nowhere --layouts 1",
-]
-CODE = """
-import sys
+RUN = f"--model.hf {HF} --model.checkpoint random --data.path synthetic:images --steps 1"
+BENCH = f"bench --model.hf {HF} --nproc-per-node 1 --global_batch_size 1 --data.path"
+SET = "evaluate --original . --converted . --out out --data"
+MISSING = "nowhere does not exist"
+NO_MODEL = f"{MISSING}; give the folder of a downloaded checkpoint"
+REFUSED = {
+    # before a start: importing torch takes four seconds, and converting the data may take hours
+    "train {model} --data.path none.json": "none.json does not exist",
+    "train {model} --data.path a.json,b.csv": "a.json,b.csv does not exist; `megatron-vl data",
+    "train {inputs} --data.seqlen 9": "--data.seqlen is unknown; did you mean --data.seq_len",
+    "train {inputs} --optimizer.lr abc": "expected a number, got abc",
+    "train --model.hf nowhere --data.path {records}": f"model.hf {MISSING}",
+    "train --model.hf {weightless} --data.path {records}": "weightless holds no weights",
+    "train {inputs} --model.checkpoint nowhere": f"model.checkpoint {MISSING}",
+    "train {inputs} --lora.adapter nowhere": f"lora.adapter {MISSING}; give a run",
+    "train {model} --data.path {records} --checkpoint.dir {records}/run": "records.json is a file",
+    "train {inputs} --nproc-per-node 4 --parallel.tp 3": "3 ranks do not divide the world size 4",
+    f"train {RUN} --parallel.tp 3 --nproc-per-node 4": "3 ranks do not divide the world size 4",
+    "train {model} --data.path {records} --platform cpu --fp8.recipe delayed": "delayed needs a GPU",
+    "train {model} --data.path {records} --eval.interval 5": "give --val-fraction, such as 0.1",
+    "train {inputs} --columns a=user --val-fraction 0.1": "records, so leave out --columns, --val-fraction",
+    "train {inputs} --steps 5 --epochs 2": "exclude each other",
+    "train {model} --data.path synthetic:text": "has no end: give steps",
+    "train {model} --dry-run --data.path nowhere": f"{MISSING}; give a folder",
+    "data convert --input nowhere.json --media-root . --out out": "nowhere.json does not exist",
+    "data convert --input pyproject.toml --media-root nowhere --out out": MISSING,
+    "data index --data.path nowhere --model.hf .": MISSING,
+    "data show --data.path nowhere --model.hf .": MISSING,
+    "convert --hf nowhere --out out": NO_MODEL,
+    "split --checkpoint nowhere --parallel.tp 2 --out out": MISSING,
+    "export --checkpoint . --hf nowhere --out out": NO_MODEL,
+    "verify . nowhere": MISSING,
+    "checkpoint show nowhere": MISSING,
+    "generate --checkpoint nowhere --prompt Hello": MISSING,
+    "generate --checkpoint . --prompt Hello --image nowhere.jpg": "nowhere.jpg does not exist",
+    "generate --checkpoint . --prompt Hello --image docs": "docs is a folder; --image takes a file",
+    "parity --hf nowhere --layouts 1": NO_MODEL,
+    f"{SET} x": "$LMUData nowhere is not a folder",
+    f"{SET} docs/x": " is not a file; give the path of a table",
+    f"{BENCH} nowhere": MISSING,
+    f"{BENCH} docs": "data.path docs is not a data set (it holds no .nv-meta)",
+    f"{BENCH} pyproject.toml": "data.path pyproject.toml is neither a data set's folder nor a metadataset",
+}
+PROGRAM = """
+import contextlib, io, json, sys
 from toolkit.cli import main
-assert main(["--version"]) == 0
-for words in ("--help", "train --help", "bench --help", "data --help", "parity --help"):
-    try:
-        main(words.split())
-    except SystemExit as end:
-        assert end.code == 0
-assert "torch" not in sys.modules and "numpy" not in sys.modules
-for words in (*sys.argv[1:], "generate --checkpoint . --prompt Hello --image docs"):
-    assert main(words.split()) == 1, words
-assert "torch" not in sys.modules
-folders = ["--original", ".", "--converted", ".", "--out", "out"]
-import os
-os.environ["LMUData"] = "nowhere"
-for words in ("x", "x.tsv", "docs/x"):
-    assert main(["evaluate", *folders, "--data", *words.split()]) == 2, words
-assert "torch" not in sys.modules
-hf = "tests/hf_configs/Qwen2-VL-2B-Instruct.json"
-for data in ("docs", "pyproject.toml"):
-    options = ["--model.hf", hf, "--nproc-per-node", "1", "--data.path", data, "--global_batch_size", "1"]
-    assert main(["bench", *options]) == 1, data
-assert "torch" not in sys.modules
-run = ["--model.hf", hf, "--model.checkpoint", "random", "--data.path", "synthetic:images", "--steps", "1"]
-assert main(["train", *run, "--parallel.tp", "3", "--nproc-per-node", "4"]) == 1
-assert "torch" not in sys.modules
-wrong = ("doctor --config run.yaml", "verify a b --forse", "train", "train --config pyproject.toml", "convrt")
-for words in wrong:
-    assert main(words.split()) == 2, words
+results = []
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(words.split())
+        except SystemExit as end:
+            code = end.code
+    results.append([code, out.getvalue(), err.getvalue(), sorted({"torch", "pyarrow"} & {*sys.modules})])
+print(json.dumps(results))
 """
 
 
@@ -83,28 +93,33 @@ def test_version_names_what_decides_the_numbers(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_missing_paths_and_impossible_fields_are_reported_without_importing_torch():
+def test_help_and_refusals_do_not_import_torch(tmp_path):
+    (tmp_path / "data" / ".nv-meta").mkdir(parents=True)
+    paths = {"records": tmp_path / "records.json", "weightless": tmp_path / "weightless"}
+    paths["records"].write_text("[]")
+    paths["weightless"].mkdir()
+    (paths["weightless"] / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_bytes(Path(HF).read_bytes())
+    (tmp_path / "model.safetensors").touch()
+    model = f"--model.hf {tmp_path}"
+    shown = ["--version", "--help", "train --help", "bench --help", "data --help", "parity --help"]
+    refused = [
+        words.format(model=model, inputs=f"{model} --data.path {tmp_path}/data", **paths) for words in REFUSED
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", CODE, *WRONG], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+        [sys.executable, "-c", PROGRAM, json.dumps([*refused, *shown])],
+        env=environment() | {"LMUData": "nowhere"}, cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "--data.seq_len" in done.stdout and "--even-routing" in done.stdout
-    assert done.stderr.count("does not exist") == len(WRONG)
-    assert "$LMUData nowhere is not a folder" in done.stderr
-    assert done.stderr.count(" is not a file; give the path of a table") == 2
-    assert "megatron-vl doctor: --config is unknown; " in done.stderr
-    assert (
-        "megatron-vl verify: --forse is unknown; valid: --help; see megatron-vl verify --help" in done.stderr
-    )
-    assert "megatron-vl train: no run is given: --model.hf DIR --data.path FILE, or --conf" in done.stderr
-    assert "megatron-vl: convrt is unknown; did you mean convert" in done.stderr
-    assert "megatron-vl train: parallel: tp 3 x pp 1 = 3 ranks do not divide the world size 4" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "megatron-vl generate: docs is a folder; --image takes a file" in done.stderr
-    assert "data.path docs is not a data set (it holds no .nv-meta)" in done.stderr
-    assert "data.path pyproject.toml is neither a data set's folder nor a metadataset" in done.stderr
-    missing_models = sum("--hf nowhere" in words for words in WRONG)
-    assert done.stderr.count("the folder of a downloaded checkpoint") == missing_models
+    results = dict(zip([*REFUSED, *shown], json.loads(done.stdout), strict=True))
+    for words, message in REFUSED.items():
+        code, _, said, imported = results[words]
+        assert code in (1, 2) and message in said and said.count("\n") == 1, f"{words}: {said}"
+        assert "torch" not in imported and (imported == [] or not words.startswith("train")), words
+    for words in shown:
+        code, said, _, imported = results[words]
+        assert code == 0 and "torch" not in imported, words
+    assert "--data.seq_len" in results["train --help"][1] and "--even-routing" in results["bench --help"][1]
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,17 @@ def original(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def converted(original, tmp_path_factory) -> Path:
+def small(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "hf"
+    shutil.copytree(tiny_checkpoint("qwen2_5_vl"), folder)
+    return answers_letters(folder, 0)
+
+
+@pytest.fixture(scope="module")
+def converted(small, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("converted")
-    convert_weights(original, folder / "shards", {"tp": 2, "pp": 2, "layers": [10, 18]})
-    export_weights(folder / "shards", original, folder / "hf")
+    convert_weights(small, folder / "shards", {"tp": 2, "pp": 2})
+    export_weights(folder / "shards", small, folder / "hf")
     return folder / "hf"
 
 
@@ -148,35 +155,35 @@ def run(original: Path, converted: Path, table: Path, out: Path, *options: str) 
 
 
 @pytest.mark.eval
-def test_permuted_projection_fails_before_a_question_is_asked(original, damaged, table, tmp_path, capsys):
-    code, report = run(original, damaged, table, tmp_path / "out")
+def test_permuted_projection_fails_before_a_question_is_asked(small, damaged, table, tmp_path, capsys):
+    code, report = run(small, damaged, table, tmp_path / "out")
     assert code == 1 and not report["passed"] and report["questions"] == 0
     assert "k_proj" in report["problems"][0] and "k_proj" in capsys.readouterr().out
     assert not (tmp_path / "out" / "work").exists()
 
 
-def test_adapter_is_merged_and_scored_as_the_trained_checkpoint(original, tmp_path):
-    adapter = peft_folder(tmp_path / "adapter", original, target_modules=["q_proj"])
-    exported = evaluation.exported_folder(adapter, original, tmp_path / "out")
-    export_weights(adapter, original, tmp_path / "merged", merges_adapter=True)
+def test_adapter_is_merged_and_scored_as_the_trained_checkpoint(small, tmp_path):
+    adapter = peft_folder(tmp_path / "adapter", small, target_modules=["q_proj"])
+    exported = evaluation.exported_folder(adapter, small, tmp_path / "out")
+    export_weights(adapter, small, tmp_path / "merged", merges_adapter=True)
     scored = evaluation.folder_hash(exported)
-    assert scored == evaluation.folder_hash(tmp_path / "merged") != evaluation.folder_hash(original)
-    assert evaluation.exported_folder(original, original, tmp_path / "unused") == original
+    assert scored == evaluation.folder_hash(tmp_path / "merged") != evaluation.folder_hash(small)
+    assert evaluation.exported_folder(small, small, tmp_path / "unused") == small
 
 
-def test_adapter_of_another_base_is_refused(original, tmp_path):
-    other = tiny_checkpoint("qwen2_5_vl", layers=28, seed=5)
-    adapter = peft_folder(tmp_path / "adapter", original, target_modules=["q_proj"])
-    facts = LoraBase(model_digest(HfCheckpoint(original)), str(original)).entry()
+def test_adapter_of_another_base_is_refused(small, tmp_path):
+    other = tiny_checkpoint("qwen2_5_vl", seed=5)
+    adapter = peft_folder(tmp_path / "adapter", small, target_modules=["q_proj"])
+    facts = LoraBase(model_digest(HfCheckpoint(small)), str(small)).entry()
     (adapter / EXPORT_FACTS_FILE).write_text(json.dumps(facts))
-    refusal = rf"{adapter} were .* other weights \({original}\) than .* {other},"
+    refusal = rf"{adapter} were .* other weights \({small}\) than .* {other},"
     with pytest.raises(WeightsError, match=refusal):
         evaluation.exported_folder(adapter, other, tmp_path / "out")
 
 
-def test_permuted_projection_changes_an_answer(original, damaged, table, tmp_path):
+def test_permuted_projection_changes_an_answer(small, damaged, table, tmp_path):
     """What VLMEvalKit's model of each folder records is compared."""
-    folders = {"original": original, "same": original, "damaged": damaged}
+    folders = {"original": small, "same": small, "damaged": damaged}
     settings = {"dtype": "float32", "max_new_tokens": (8, 8)}
     job = {"work": str(tmp_path), "checkpoints": folders, "settings": settings, "roots": []}
     for name in folders:
@@ -212,11 +219,11 @@ def test_missing_metric_and_another_score_are_problems(tmp_path):
         assert evaluation.read_scores(tmp_path, "set") == found
 
 
-def test_evaluate_refuses_what_it_cannot_use(original, converted, table, tmp_path, capsys, monkeypatch):
+def test_evaluate_refuses_what_it_cannot_use(small, converted, table, tmp_path, capsys, monkeypatch):
     """VLMEvalKit is missed last: a wrong path is named where it is not installed, too."""
     monkeypatch.setattr(evaluation, "VLMEVALKIT_VERSION", "0")  # no such version is installed
 
-    def refused(*options: str, hf: Path = original, out: Path = tmp_path / "out") -> str:
+    def refused(*options: str, hf: Path = small, out: Path = tmp_path / "out") -> str:
         assert run(hf, converted, table, out, *options)[0] == 2
         return capsys.readouterr().err
 
@@ -229,7 +236,7 @@ def test_evaluate_refuses_what_it_cannot_use(original, converted, table, tmp_pat
     (tmp_path / "full" / "mine.txt").touch()
     assert "is not empty" in refused(out=tmp_path / "full")
     assert "install the eval extra: pip install" in refused()
-    assert main(["evaluate", "--original", str(original)]) == 2
+    assert main(["evaluate", "--original", str(small)]) == 2
 
 
 def test_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
@@ -256,8 +263,8 @@ def test_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
 
 @pytest.mark.eval
 @pytest.mark.ranks
-def test_evaluate_refuses_an_unknown_data_set(original, converted, tmp_path, capsys):
-    assert run(original, converted, tmp_path / "photos.tsv", tmp_path / "out")[0] == 2
+def test_evaluate_refuses_an_unknown_data_set(small, converted, tmp_path, capsys):
+    assert run(small, converted, tmp_path / "photos.tsv", tmp_path / "out")[0] == 2
     assert "--data photos: VLMEvalKit knows no such data set" in capsys.readouterr().err
 
 

@@ -21,37 +21,30 @@ FAST = GridTHW(3, 4, 8, "video", 0.75)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
-def test_positions_of_a_padded_batch(family: str) -> None:
-    """Two prompts of different lengths with media of both kinds are padded on the left; checks where
-    new tokens continue."""
+@pytest.mark.parametrize(
+    "parts", [[2, LONG, 1, GridTHW(1, 8, 4), 2, FAST, 3], [1, GridTHW(1, 4, 4), FAST, 4], [5]]
+)
+def test_positions_of_a_prompt(family: str, parts: list[Any]) -> None:
+    """With media of both kinds; and where new tokens continue."""
     spec = spec_of(family)
-    samples = [
-        sample_of(spec, [2, LONG, 1, GridTHW(1, 8, 4), 2, FAST, 3]),
-        sample_of(spec, [1, GridTHW(1, 4, 4), FAST, 4]),
-    ]
-    longest = max(map(len, samples))
-    ids, mask = torch.zeros(2, longest, dtype=torch.int64), torch.zeros(2, longest, dtype=torch.int64)
-
-    for row, sample in enumerate(samples):
-        ids[row, longest - len(sample) :] = sample.token_ids
-        mask[row, longest - len(sample) :] = 1
-
-    model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
-    grids = [m.grid_thw for s in samples for m in s.media_items]
+    sample = sample_of(spec, parts)
+    grids = [item.grid_thw for item in sample.media_items]
     by_kind = {kind: [grid for grid in grids if grid.kind == kind] for kind in ("image", "video")}
-    positions, deltas = model.model.get_rope_index(
-        ids,
-        mm_token_type_ids=torch.zeros_like(ids),
-        image_grid_thw=torch.tensor([[g.t, g.h, g.w] for g in by_kind["image"]]),
-        video_grid_thw=torch.tensor([[g.t, g.h, g.w] for g in by_kind["video"]]),
+    sizes = {
+        kind: torch.tensor([[g.t, g.h, g.w] for g in of]) if of else None for kind, of in by_kind.items()
+    }
+    model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
+    positions, delta = model.model.get_rope_index(
+        sample.token_ids[None],
+        mm_token_type_ids=torch.zeros_like(sample.token_ids[None]),
+        image_grid_thw=sizes["image"],
+        video_grid_thw=sizes["video"],
         second_per_grid_ts=torch.tensor([g.second_per_grid for g in by_kind["video"]]),
-        attention_mask=mask,
+        attention_mask=torch.ones_like(sample.token_ids[None]),
     )
-
-    for row, sample in enumerate(samples):
-        counted = positions_one_by_one(sample.token_ids, [m.grid_thw for m in sample.media_items], spec)
-        assert positions[:, row, mask[row].bool()].T.tolist() == counted
-        assert len(sample) + int(deltas[row]) == max(map(max, counted)) + 1
+    counted = positions_one_by_one(sample.token_ids, grids, spec)
+    assert positions[:, 0].T.tolist() == counted
+    assert len(sample) + int(delta) == max(map(max, counted)) + 1
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])

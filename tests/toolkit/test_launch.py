@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.ranks import run_module
 from toolkit.common.launch import last_output_lines, run_group
 
 pytestmark = pytest.mark.ranks
 PROGRAM = "tests.toolkit.forked_program"
 
 
-def test_forked_ranks_have_the_stack_imported_and_show_one_traceback(tmp_path: Path) -> None:
+def test_forked_ranks_have_the_stack_imported_and_show_one_traceback(tmp_path: Path, monkeypatch) -> None:
     """Rank 1 fails after both have written what they were given."""
+
+    def run_from_server(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        """The launcher in a process that has the stack, as if it had imported it."""
+        return run_module(words[2], words[3:], is_group=False)
+
+    monkeypatch.setattr(subprocess, "run", run_from_server)
     done = run_group(PROGRAM, [tmp_path, "1"], 2, on_cpu=True)
     assert done.returncode == 1
     shown = last_output_lines(done)
@@ -24,5 +33,5 @@ def test_forked_ranks_have_the_stack_imported_and_show_one_traceback(tmp_path: P
         facts = json.loads((tmp_path / f"{rank}.json").read_text())
         assert facts["world"] == "2" and facts["words"] == [str(tmp_path), "1"] and facts["threads"] == 1
         assert facts["session"] and facts["sigterm"], "a fork keeps nothing of the launcher's signals"
-        assert "megatron_vl.launch" in facts["command"], "it is a fork"
+        assert PROGRAM not in facts["command"], "it is a fork"
         assert facts["imported"] == ["megatron.core", "transformers"]

@@ -8,21 +8,25 @@ import math
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.estimate.memory import in_flight_states, peak_stage_gib
 from megatron_vl.models.attention import choose_backend
+from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import tensor_table
 from tests.examples import EXAMPLES, HF_CONFIGS, read_example
+from tests.support.dry_build import dry_build
 from tests.support.planned import estimate_stage_memory, stage_tensors
 from tests.support.ranks import call
-from tests.toolkit.programs import built_examples
 
 
 def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
@@ -135,14 +139,30 @@ QUICK = (
 def core_says(is_quick: bool) -> dict[str, Any]:
     """From one separate process: the modules built for each (quick) example as [name, shape, trained],
     and core's schedules."""
-    paths = [path for path in EXAMPLES if (path.stem in QUICK) == is_quick]
-    arguments = {path.stem: (str(path), *map(str, _spec_and_world(path))) for path in paths}
-    return call(built_examples, schedules=SCHEDULES, examples=arguments)
+    return call(built_examples, is_quick=is_quick)
 
 
-def _spec_and_world(path: Path) -> tuple[Path, int]:
-    given = read_example(path)
-    return given.hf_config, given.world
+def built_examples(is_quick: bool) -> dict[str, Any]:
+    get_platform("cpu")
+    return {
+        "orders": [[order_of_chunks(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in SCHEDULES],
+        "built": {
+            path.stem: [
+                [[tensor.tensor_name, tensor.tensor_shape, tensor.is_trained] for tensor in stage]
+                for stage in dry_build(*example(path))
+            ]
+            for path in EXAMPLES
+            if (path.stem in QUICK) == is_quick
+        },
+    }
+
+
+def order_of_chunks(pp: int, vpp: int, micro_batches: int, stage: int) -> list[int]:
+    """Core's order of forward (positive) and backward (negative) passes of a stage's chunks, from 1."""
+    group = SimpleNamespace(size=lambda: pp, rank=lambda: stage)
+    place = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None)
+    warm_up = get_pp_rank_microbatches(micro_batches, vpp, pp, p2p_communicator=place)[2]
+    return convert_schedule_table_to_order(warm_up, vpp, get_schedule_table(micro_batches, vpp, pp))
 
 
 @pytest.mark.ranks

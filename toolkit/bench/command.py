@@ -13,7 +13,6 @@ from .options import BenchOptions, parse_bench_options
 
 
 def bench(options: BenchOptions) -> int:
-    """Starts the ranks, or is one of them, as torchrun starts it. Returns the exit code."""
     run = parse_bench_options(options.words)
     if "RANK" in os.environ:
         from .measure import measure_benchmark

@@ -124,15 +124,22 @@ def describe_run(bench_run: BenchRun, platform_name: str, system: str, notes: li
     """What is measured, and where. Parameters include the padding of the vision FFN, as in checkpoints."""
     config, spec = bench_run.config, bench_run.spec
     device_name = torch.cuda.get_device_name() if platform_name == "cuda" else "cpu"
-    peak = peak_tflops(device_name, config.log.peak_tflops) or None
-    machine = {"device": device_name, "gpus": dist.get_world_size(), "peak_tflops": peak}
-    model = {"hf": config.model.hf, "family": spec.family, "parameters": count_parameters(config, spec)[0]}
-    model |= {"language_layers": spec.language.num_layers, "vision_layers": spec.vision.num_layers}
+    machine = {
+        "device": device_name,
+        "gpus": dist.get_world_size(),
+        "peak_tflops": peak_tflops(device_name, config.log.peak_tflops) or None,
+    }
+    model = {
+        "hf": config.model.hf,
+        "family": spec.family,
+        "parameters": count_parameters(config, spec)[0],
+        "language_layers": spec.language.num_layers,
+        "vision_layers": spec.vision.num_layers,
+    }
     return {"system": system, "machine": machine, "model": model, "notes": notes, "config": asdict(config)}
 
 
 def report_figures(bench_run: BenchRun, figures: dict[str, Any]) -> None:
-    """Writes the file ``--out`` and prints the figures."""
     if out := bench_run.options.out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(json.dumps(figures, indent=2) + "\n")
@@ -156,6 +163,6 @@ def _speed_lines(speed: dict[str, Any]) -> list[str]:
             f" {speed['vision_flops_share']:.1%} of its FLOPs are the tower's"
         )
     for stage, parts in enumerate(speed.get("parts_by_stage", ())):
-        texts = [f"{name} {1e3 * seconds:.1f}" for name, seconds in parts.items()]
-        lines.append(f"ms per step, stage {stage}: {', '.join(texts)}")
+        parts_text = ", ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in parts.items())
+        lines.append(f"ms per step, stage {stage}: {parts_text}")
     return lines

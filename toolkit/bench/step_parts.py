@@ -30,7 +30,6 @@ from megatron_vl.training.trainer import Trainer
 
 MEASURED_PARTS = ("data", "vision recompute", "vision exchange", "gradient finalisation", "optimizer")
 CORE_SPANS = {"forward-compute": "chunk forward", "backward-compute": "chunk backward"}
-"""The span of each of core's timers; there are others."""
 DECOUPLED_SPANS = {
     "forward": "vision forward",
     "run_forward_again": "vision recompute",
@@ -39,7 +38,6 @@ DECOUPLED_SPANS = {
     "to_owners": "vision exchange",
     "reduce": "gradient finalisation",
 }
-"""The span of each method of a tower that every rank holds."""
 
 
 class PartTimer:

@@ -14,7 +14,6 @@ ROLLBACK_ADVICE = "go back to an earlier step with `megatron-vl checkpoint rollb
 
 
 def show(options: ShowOptions) -> int:
-    """Lists the checkpoints of a run and describes one of them. Returns 1 if files are missing."""
     from megatron_vl.training.state.load import read_run_metadata
     from megatron_vl.weights.manifest import MANIFEST_FILE, read_manifest
     from megatron_vl.weights.run_folder import ABANDONED_DIR, saved_checkpoints
@@ -41,14 +40,12 @@ def show(options: ShowOptions) -> int:
         print(f"  {part:<11} {size / 1e6:12.1f} MB")
 
     expected = sorted([*run_json["files"], *(f"weights/{name}" for name in manifest["files"])])
-    missing = [name for name in expected if not (step_dir / name).is_file()]
-    if missing:
+    if missing := [name for name in expected if not (step_dir / name).is_file()]:
         print(f"missing: {', '.join(missing)}; {ROLLBACK_ADVICE}")
     return 1 if missing else 0
 
 
 def verify(options: CheckpointVerifyOptions) -> int:
-    """Compares every file of a checkpoint with its hashes. Returns 1 if one differs."""
     step_dir = find_step_dir(options.path)
     problems = verify_checkpoint(step_dir)
     if problems:
@@ -60,7 +57,6 @@ def verify(options: CheckpointVerifyOptions) -> int:
 
 
 def rollback(options: RollbackOptions) -> int:
-    """Moves what a run saved after a step to a folder beside it."""
     from .rollback import roll_back
 
     abandoned_dir = roll_back(options.run, options.step)
@@ -70,9 +66,10 @@ def rollback(options: RollbackOptions) -> int:
 
 
 def restart_data(options: RestartDataOptions) -> int:
-    """Lets the next start of a run read its data set from the start."""
     from .rollback import restart_data as restart_run_data
 
-    step_dir = restart_run_data(options.run)
-    print(f"{step_dir}: the next start reads the data set from its start, and keeps weights and optimizer")
+    print(
+        f"{restart_run_data(options.run)}: the next start reads the data set from its start, and keeps"
+        " weights and optimizer"
+    )
     return 0

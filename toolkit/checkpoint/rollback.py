@@ -91,8 +91,7 @@ def roll_back(run_dir: Path, step: int) -> Path | None:
 
 
 def _check_step(run_dir: Path, step: int) -> None:
-    unfinished_step = unfinished_rollback(run_dir)
-    if unfinished_step not in (None, step):
+    if unfinished_rollback(run_dir) not in (None, step):
         find_latest_checkpoint(run_dir)  # it says how to finish that one
     steps = [saved.step for saved in saved_checkpoints(run_dir)]
     if step not in steps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,22 +142,6 @@ def _fill_experts(model: Any, hf_dir: str | Path) -> None:
             model.get_parameter(name).copy_(source.read_shard(rule.name))
 
 
-def greedy_settings(stop_token_ids: Sequence[int], max_new_tokens: int) -> Any:
-    """The ``generation_config`` of a model that answers greedily until one of ``stop_token_ids``.
-
-    Assign it to the model: given to ``generate``, the folder's own settings (sampling, a repetition penalty)
-    would fill in what it leaves out.
-    """
-    from transformers import GenerationConfig
-
-    return GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(stop_token_ids),
-        pad_token_id=stop_token_ids[0],
-    )
-
-
 def use_torch_for_linear_attention(spec: ModelSpec) -> None:
     """Makes transformers compute linear attention in plain torch in this process, whatever is installed.
 
@@ -197,7 +181,8 @@ def follow_video_positions(model: Any, spec: ModelSpec) -> Any:
     changed.
 
     Args:
-        model: a ``...ForConditionalGeneration`` of ``spec``; it is changed and returned.
+        model: a ``...ForConditionalGeneration`` of ``spec``; it is changed and returned. It then takes one
+            sample at a time.
     """
     if not spec.vision.video_timestamps:
         model.model.get_rope_index = partial(_rope_index, spec)
@@ -207,27 +192,21 @@ def follow_video_positions(model: Any, spec: ModelSpec) -> Any:
 def _rope_index(
     spec: ModelSpec,
     input_ids: Tensor,
-    mm_token_type_ids: Tensor | None = None,
+    *,
     image_grid_thw: Tensor | None = None,
     video_grid_thw: Tensor | None = None,
     second_per_grid_ts: Iterable[Any] | None = None,
-    attention_mask: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """The positions, int64 [3, B, S], and a new token's position minus its index, int64 [B, 1]."""
+    """The positions of one sample, int64 [3, 1, S], and a new token's position minus its index, [1, 1]."""
     grids = {
         spec.image_token_id: _media_grids("image", image_grid_thw, None),
         spec.video_token_id: _media_grids("video", video_grid_thw, second_per_grid_ts),
     }
-    position_ids = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
-    rope_deltas = torch.zeros(len(input_ids), 1, dtype=torch.int64)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    for i, is_real in enumerate(mask.cpu().bool()):
-        token_ids = input_ids[i].cpu()[is_real]
-        positions = mrope_positions(token_ids, _grids_in_text_order(token_ids, grids, spec), spec)
-        position_ids[:, i, is_real] = positions
-        rope_deltas[i] = positions[:, -1].max() + 1 - len(token_ids)
-    return position_ids.to(input_ids.device), rope_deltas.to(input_ids.device)
+    [token_ids] = input_ids.cpu()
+    positions = mrope_positions(token_ids, _grids_in_text_order(token_ids, grids, spec), spec)
+    delta = positions[:, -1].max() + 1 - len(token_ids)
+    return positions[:, None].to(input_ids.device), delta.view(1, 1).to(input_ids.device)
 
 
 def _media_grids(kind: Any, grid_thw: Tensor | None, seconds: Iterable[Any] | None) -> Iterator[GridTHW]:

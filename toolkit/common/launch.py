@@ -38,16 +38,22 @@ def run_group(
             this process, which raises UserError if a signal ends them.
         on_cpu: whether they use no GPU, so that they may be forks of a process that imported the stack.
     """
-    launcher_arguments: list[str] = []
-    if world_size > 1:
-        launcher = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
-        launcher_arguments = ["-m", *launcher, "--standalone", "--nproc-per-node", str(world_size)]
-    env = {**GPU_ENVIRONMENT, **os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH"))))
-    env |= single_rank_variables() if world_size == 1 else {}
+    launcher = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
+    launcher_arguments = ["-m", *launcher, "--standalone", "--nproc-per-node", str(world_size)]
+    env = {
+        **GPU_ENVIRONMENT,
+        **os.environ,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))),
+        **(single_rank_variables() if world_size == 1 else {}),
+    }
     captured_output = subprocess.PIPE if show == "nothing" else None
     done = subprocess.run(
-        [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)],
+        [
+            sys.executable,
+            *(launcher_arguments if world_size > 1 else ()),
+            *("-m", module_name, *map(str, module_arguments)),
+        ],
         env=env,
         stdout=captured_output,
         stderr=captured_output,
@@ -81,12 +87,17 @@ def usable_gpus(ranks: int | None = None) -> int:
 
 def single_rank_variables() -> dict[str, str]:
     """The variables that torchrun would set for a single rank, without its start-up time."""
-    rank_variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return rank_variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 def free_port() -> int:
-    """Finds an unused TCP port of this machine."""
     import socket
 
     with socket.socket() as server_socket:
@@ -97,5 +108,5 @@ def free_port() -> int:
 def last_output_lines(completed_process: subprocess.CompletedProcess[str], line_count: int = 25) -> str:
     """The last lines of a group's output, without torchrun's report."""
     output = (completed_process.stderr or "") + (completed_process.stdout or "")
-    rank_output = output.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
-    return "\n".join(rank_output.splitlines()[-line_count:])
+    output = output.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
+    return "\n".join(output.splitlines()[-line_count:])

@@ -16,9 +16,8 @@ LAYOUT_GRAMMAR = (
     "`:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. "
     "Examples: 1, tp2sp, pp2:layers=1-3, tp2pp2vpp2, dp2"
 )
-SIZE_KEYS = ("vpp", "etp", "tp", "cp", "pp", "dp", "ep")
-"""Keys with a number. The longer ones come first, because a pattern takes the first match."""
-_PART_PATTERN = re.compile(rf"({'|'.join(SIZE_KEYS)})([1-9]\d*)|(sp)")
+# The longer names come first, because a pattern takes the first match.
+_PART_PATTERN = re.compile(r"(vpp|etp|tp|cp|pp|dp|ep)([1-9]\d*)|(sp)")
 _LAYOUT_PATTERN = re.compile(
     rf"(?P<sizes>1|(?:{_PART_PATTERN.pattern})+)(?::layers=(?P<layers>\d+(?:-\d+)*))?"
 )
@@ -60,9 +59,8 @@ def parse_layout(layout_text: str) -> LayoutSpec:
         raise UsageError(f"{layout_text!r} is not a layout; valid: {LAYOUT_GRAMMAR}")
     parts = _PART_PATTERN.findall(match["sizes"])
     names = [key or word for key, _, word in parts]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"layout {layout_text!r} names {name} twice")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"layout {layout_text!r} names {repeated[0]} twice")
     sizes: dict[str, Any] = {key: int(number) for key, number, _ in parts if key}
     if "sp" in names and sizes.get("tp", 1) == 1:
         raise UsageError(f"layout {layout_text!r}: sp (sequence parallel) needs tp of at least 2")
@@ -78,8 +76,7 @@ def parse_layout(layout_text: str) -> LayoutSpec:
 def layout_sizes_text(sizes: Mapping[str, Any]) -> str:
     """The sizes of a layout in one line; those of context and expert parallelism only where they are used."""
     shown = {name: sizes.get(name, 1) for name in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")}
-    always = ("tp", "pp", "vpp", "dp")
-    return " x ".join(f"{name} {size}" for name, size in shown.items() if size > 1 or name in always)
+    return " x ".join(f"{n} {size}" for n, size in shown.items() if size > 1 or n not in ("cp", "ep", "etp"))
 
 
 def parse_layouts(layouts_text: str) -> list[LayoutSpec]:

@@ -28,10 +28,6 @@ from megatron_vl.config.removed import explain_unknown
 from megatron_vl.system.errors import UsageError
 from megatron_vl.system.folder_kind import is_hub_name, why_no_model
 
-RUN_FIELDS_HELP = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
-WIDTH = 100
-"""Columns of a description in ``--help``."""
-
 
 @dataclasses.dataclass(kw_only=True)
 class CommandOptions:
@@ -47,7 +43,6 @@ class CommandOptions:
     fields: list[str] = dataclasses.field(default_factory=list, metadata={"hidden": True})
     """The words of the command line that set fields of a run, in order."""
     words: list[str] = dataclasses.field(default_factory=list, metadata={"hidden": True})
-    """All words of the command line."""
 
     def check(self) -> None:
         """Raises UsageError if options contradict each other."""
@@ -75,16 +70,15 @@ def parse_command_line[Options: CommandOptions](
         print(parser.format_help() + "\nfields of a run, as in its YAML:\n" + run_fields_help(), end="")
         raise SystemExit(0)
     # Before argparse misses what a misspelled option would have given.
-    known = parser._option_string_actions
-    unknown = [word for word in argv if word.startswith("--") and word.partition("=")[0] not in known]
+    options = (word for word in argv if word.startswith("--"))
+    unknown = [word for word in options if word.partition("=")[0] not in parser._option_string_actions]
     parsed, unknown = (None, unknown) if unknown else parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0]
         items = [item for item in shown_options(options_class) if not item.metadata.get("positional")]
         fields = [*field_types(), "config"] if options_class.run_fields else []
         known_names = [*(option_flag(item.name) for item in items), *(f"--{field}" for field in fields)]
-        words_before = argv[: argv.index(unknown[0])]
-        parser.error(explain_unknown(name, [*known_names, "--help"], words_before))
+        parser.error(explain_unknown(name, [*known_names, "--help"], argv[: argv.index(unknown[0])]))
     given = {name: value for name, value in vars(parsed).items() if value is not None}
     parsed_options = options_class(**given, words=[*argv])
     parsed_options.check()
@@ -104,14 +98,9 @@ def check_paths(options: CommandOptions) -> None:
 
 
 def check_path(path: Path, is_model: bool) -> None:
-    """Raises FileNotFoundError if there is no such path."""
-    try:
-        path.stat()
-    except FileNotFoundError:
+    if not path.exists():
         # Users may give the name of a repository on the Hugging Face hub, which is not a folder.
-        raise FileNotFoundError(why_no_model(path) if is_model else f"{path} does not exist") from None
-    except OSError:
-        pass  # the command itself reports what is wrong
+        raise FileNotFoundError(why_no_model(path) if is_model else f"{path} does not exist")
 
 
 # --- The parser ---------------------------------------------------------------------------------------------
@@ -124,10 +113,12 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(options_class: type[CommandOptions], program_name: str) -> argparse.ArgumentParser:
     """Builds the parser of a command's own options and, unexplained, of the fields of a run."""
-    run_help = RUN_FIELDS_HELP if options_class.run_fields and not options_class.explains_run else ""
+    run_help = ""
+    if options_class.run_fields and not options_class.explains_run:
+        run_help = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
     parser = _Parser(
         prog=program_name,
-        description=textwrap.fill(" ".join((options_class.__doc__ or "").split()), WIDTH),
+        description=textwrap.fill(" ".join((options_class.__doc__ or "").split()), width=100),
         epilog=f"{options_class.epilog}\n{run_help}".strip() or None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an option that is added later must not change what an abbreviation means
@@ -199,7 +190,9 @@ def shown_options(options_class: type[CommandOptions]) -> list[dataclasses.Field
 
 
 def field_docstrings(options_class: type) -> dict[str, str]:
-    """Maps each field to its docstring."""
-    bases = [base for base in reversed(options_class.__mro__) if dataclasses.is_dataclass(base)]
-    items = [item for base in bases for item in parse_from_object(base).params]
-    return {item.arg_name: " ".join((item.description or "").split()) for item in items}
+    return {
+        item.arg_name: " ".join((item.description or "").split())
+        for base in reversed(options_class.__mro__)
+        if dataclasses.is_dataclass(base)
+        for item in parse_from_object(base).params
+    }

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 MAX_QUARANTINED = 0.01
 """Share of the records that may be unusable, unless the user gives another."""
-MAX_SHOWN_KEYS = 10
-"""Number of ignored keys that the summary names per location; report.json lists all."""
 
 
 @dataclass(kw_only=True)
@@ -44,15 +42,18 @@ class RecordOptions(CommandOptions):
 
     def sample_options(self) -> dict[str, Any]:
         """The options that decide which samples records become."""
-        names = ("columns", "missing_markers", "caption_prompt", "val_fraction")
-        return {name: getattr(self, name) for name in names}
+        return {
+            name: getattr(self, name)
+            for name in ("columns", "missing_markers", "caption_prompt", "val_fraction")
+        }
 
     def given_flags(self) -> list[str]:
         """The flags of the options that were given: those that have not their default."""
-        own_fields = (
-            field for field in dataclasses.fields(self) if field.name in RecordOptions.__annotations__
-        )
-        return [option_flag(field.name) for field in own_fields if getattr(self, field.name) != field.default]
+        return [
+            option_flag(field.name)
+            for field in dataclasses.fields(RecordOptions)
+            if field.name in RecordOptions.__annotations__ and getattr(self, field.name) != field.default
+        ]
 
     def conversion_options(
         self, inputs: list[Path], out: Path, workers: int | None = None, **further_options: Any
@@ -77,12 +78,13 @@ class RecordOptions(CommandOptions):
 
 def ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
     """What is ignored in a location, why, and what that means; the most frequent keys first."""
-    shown_counts = Counter(counts).most_common(MAX_SHOWN_KEYS)
-    key_texts = []
-    for key, key_count in shown_counts:
-        location = key_location.removesuffix("s") if key_count == 1 else key_location
-        key_texts.append(f"{key if key.isprintable() else ascii(key)} in {key_count} {location}")
-    num_unshown = len(counts) - len(shown_counts)
-    more_text = f", and {num_unshown} more keys (see report.json)" if num_unshown else ""
+    shown = Counter(counts).most_common(10)
+    noun = key_location.removesuffix("s")
+    keys = [
+        f"{key if key.isprintable() else ascii(key)} in {count} {noun if count == 1 else key_location}"
+        for key, count in shown
+    ]
+    if len(counts) > len(shown):
+        keys.append(f"and {len(counts) - len(shown)} more keys (see report.json)")
     reason = "keys that the format does not read, so that nothing in them is trained on"
-    return f"ignored ({reason}): {', '.join(key_texts)}{more_text}"
+    return f"ignored ({reason}): {', '.join(keys)}"

@@ -17,9 +17,6 @@ from megatron_vl.data.sample.pixel_settings import PixelSettings, read_pixel_set
 from megatron_vl.data.sample.thinking import opens_thinking
 from megatron_vl.spec.families import read_spec
 
-PROMPT_TAIL_TOKENS = 32
-"""More tokens than the header of an assistant's turn has, in any vocabulary."""
-
 
 class SampleEncoder:
     """Encodes conversations for one Hugging Face folder.
@@ -78,7 +75,8 @@ class SampleEncoder:
 
     def begins_by_thinking(self, prompt: TokenizedSample) -> bool:
         """Whether what is generated after ``encode_prompt`` begins within a block of thinking."""
-        return opens_thinking(self.chat_encoder.tokenizer.decode(prompt.token_ids[-PROMPT_TAIL_TOKENS:]))
+        # The header of an assistant's turn has fewer tokens than 32, in any vocabulary.
+        return opens_thinking(self.chat_encoder.tokenizer.decode(prompt.token_ids[-32:]))
 
     def encode_medium(
         self, kind: str, name: str, content: bytes, settings: PixelSettings | None = None

@@ -11,6 +11,7 @@ dimension first.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import MTP_PREFIX
 
 TINY_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Families for which a tiny checkpoint can be written."""
 NESTED_CONFIG_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families released with a nested config, and with the tensor names that transformers uses in memory."""
 HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe")
@@ -42,9 +42,6 @@ SPECIAL_TOKENS = (
 ).split()
 """Added tokens of Qwen2-VL in the order of their ids (from 151643 in the released vocabulary)."""
 
-SPECIAL_TOKEN_FLAGS = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False) | {
-    "special": True
-}
 # Qwen2's pre-tokenizer, as in transformers' Qwen2Tokenizer: single digits, words with their leading space.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
@@ -135,11 +132,8 @@ def write_tiny_checkpoint(
         sizes: fields of :class:`TinySizes`.
 
     Raises:
-        ValueError: the family is unknown.
         FileExistsError: the folder already holds a checkpoint.
     """
-    if family not in TINY_FAMILIES:
-        raise ValueError(f"family {family!r} has no tiny checkpoint; valid: {', '.join(TINY_FAMILIES)}")
     checkpoint_dir = Path(checkpoint_dir)
     if (checkpoint_dir / "config.json").exists():
         raise FileExistsError(f"{checkpoint_dir} already holds a checkpoint; give another folder")
@@ -223,8 +217,7 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-    file_only = ("architectures", "transformers_version")
-    config_fields = {name: value for name, value in config.items() if name not in file_only}
+    config_fields = {k: v for k, v in config.items() if k not in ("architectures", "transformers_version")}
     # transformers gives all parameters the config's type, even those that are released in float32.
     model = model_class(model_class.config_class(**config_fields)).float()
     generator = torch.Generator().manual_seed(seed)
@@ -293,9 +286,11 @@ def train_bpe(
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), to_bytes]
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     bpe_trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -322,7 +317,11 @@ def _write_tokenizer(
     )
     values = {
         "added_tokens_decoder": {
-            str(len(vocabulary) + i): {"content": token} | SPECIAL_TOKEN_FLAGS
+            str(len(vocabulary) + i): {
+                "content": token,
+                **dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False),
+                "special": True,
+            }
             for i, token in enumerate(SPECIAL_TOKENS)
         },
         "additional_special_tokens": SPECIAL_TOKENS[1:],
@@ -335,17 +334,12 @@ def _write_tokenizer(
 def _write_shards(checkpoint_dir: Path, tensors: dict[str, Tensor]) -> None:
     """Writes two safetensors files of roughly equal size in model order, with their index."""
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    halves: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-    assigned_bytes = 0
-    for name, tensor in tensors.items():
-        halves[2 * assigned_bytes >= total_bytes][name] = tensor.contiguous()
-        assigned_bytes += tensor.nbytes
-
-    weight_map: dict[str, str] = {}
-    for i, half in enumerate(halves, 1):
-        file_name = f"model-{i:05d}-of-00002.safetensors"
+    starts = itertools.accumulate((tensor.nbytes for tensor in tensors.values()), initial=0)
+    numbers = {name: 1 + (2 * start >= total_bytes) for name, start in zip(tensors, starts, strict=False)}
+    weight_map = {name: f"model-{number:05d}-of-00002.safetensors" for name, number in numbers.items()}
+    for file_name in sorted({*weight_map.values()}):
+        half = {n: tensor.contiguous() for n, tensor in tensors.items() if weight_map[n] == file_name}
         save_file(half, checkpoint_dir / file_name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(half, file_name)
     weight_index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(checkpoint_dir / "model.safetensors.index.json", weight_index)
 

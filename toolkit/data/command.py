@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def convert(command_options: DataConvertOptions) -> int:
-    """Converts conversations into a data set. Returns the exit code."""
     for path in command_options.input:  # before torch is imported
         if not path.exists() and not path.name.startswith("dataset_info.json:"):
             raise FileNotFoundError(f"--input {path} does not exist")
@@ -44,10 +43,9 @@ def convert(command_options: DataConvertOptions) -> int:
 
     if not report.samples:
         # A wrong media root or format refuses all records for one reason.
-        why = first_refusal(dataset_dir)
         raise ConvertError(
-            f"none of {report.records} records can be used ({why}); see {quarantine_path}, correct them and"
-            " convert again"
+            f"none of {report.records} records can be used ({first_refusal(dataset_dir)}); see"
+            f" {quarantine_path}, correct them and convert again"
         )
     if report.quarantined_records > command_options.max_quarantined * report.records:
         print(
@@ -106,7 +104,6 @@ def _read_run(run_args: list[str], new_dataset: Path | None = None) -> TrainConf
 
 
 def index(options: DataIndexOptions) -> int:
-    """Writes the sizes of a data set's samples."""
     config = _read_run(options.fields, options.out)
     from data_tools.sample_sizes import index_datasets
     from megatron_vl.spec.families import read_spec
@@ -118,10 +115,10 @@ def index(options: DataIndexOptions) -> int:
     for result in index_datasets(config.data, spec, config.model.hf, num_workers):
         reasons = ", ".join(f"{count} {reason}" for reason, count in Counter(result.reasons).most_common())
         unusable_text = f", {result.unusable} of them unusable ({reasons})," if result.unusable else ""
-        time_text = f"in {result.seconds:.1f} s" if result.seconds else "were there"
         print(
             f"{result.path}: sizes of {result.samples} samples{unusable_text} and "
-            f"{result.media} media ({result.bytes / 2**20:.2f} MiB) {time_text}"
+            f"{result.media} media ({result.bytes / 2**20:.2f} MiB)",
+            f"in {result.seconds:.1f} s" if result.seconds else "were there",
         )
     return 0
 
@@ -133,10 +130,14 @@ def _index_tars(options: DataIndexOptions, config: TrainConfig, spec: ModelSpec,
     from megatron_vl.data.source.tar_list import parse_fields
 
     assert options.out is not None
-    encoder = open_encoder(config.data, spec, config.model.hf)
-    sizes_name = compute_tokenization_id(config.model.hf, spec, config.data)
-    fields, tars = parse_fields(options.members), find_tars(options.input)
-    tar_index = TarIndex(*tars, options.out, fields, encoder, sizes_name)
+    fields = parse_fields(options.members)
+    tar_index = TarIndex(
+        *find_tars(options.input),
+        options.out,
+        fields,
+        open_encoder(config.data, spec, config.model.hf),
+        compute_tokenization_id(config.model.hf, spec, config.data),
+    )
     report = index_tars(tar_index, num_workers)
     broken = ", ".join(f"{count} {reason}" for reason, count in report.broken.most_common())
     listed = f"; no usable pair: {broken}, listed in {options.out / 'quarantine.jsonl'}" if broken else ""
@@ -145,7 +146,6 @@ def _index_tars(options: DataIndexOptions, config: TrainConfig, spec: ModelSpec,
 
 
 def show(options: DataShowOptions) -> int:
-    """Prints what a data set holds, or one sample, and writes its page."""
     config = _read_run(options.fields)
     from data_tools.sample_sizes import index_datasets
     from data_tools.sample_sources import list_splits, open_encoder
@@ -168,8 +168,9 @@ def show(options: DataShowOptions) -> int:
         return 1 if sample.problem else 0
 
     index_datasets(config.data, encoder.spec, config.model.hf, available_cores())  # what has no sizes yet
-    splits = list_splits(config.data.path)
-    statistics = {split: count_statistics(encoder, config.model.hf, split) for split in splits}
+    statistics = {
+        split: count_statistics(encoder, config.model.hf, split) for split in list_splits(config.data.path)
+    }
     facts = dataset_facts(config, statistics)
     if options.json:
         print(json.dumps(facts))

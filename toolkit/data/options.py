@@ -10,8 +10,6 @@ from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
 from toolkit.common.record_options import MAX_QUARANTINED, RecordOptions
 
-PAIR_MEMBERS = "image=jpg|jpeg|png|webp caption=txt|json:caption"
-
 
 @dataclass(kw_only=True)
 class DataConvertOptions(RecordOptions):
@@ -69,7 +67,12 @@ class DataIndexOptions(CommandOptions):
     out: Path | None = option(None, metavar="DIR")
     """Folder for the data set of tars: their own, or any other. The same command reads only new and changed
     tars."""
-    members: list[str] = option([], metavar="NAME=EXTENSIONS", several=True, shown_default=PAIR_MEMBERS)
+    members: list[str] = option(
+        [],
+        metavar="NAME=EXTENSIONS",
+        several=True,
+        shown_default="image=jpg|jpeg|png|webp caption=txt|json:caption",
+    )
     """Find image and caption of a pair by extension: the first caption that has text counts, and json:KEY is
     a field of a JSON file. With prompt=TEXT, each caption answers that question. text=txt|json:KEY instead
     takes texts alone."""

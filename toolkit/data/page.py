@@ -23,12 +23,9 @@ from .sample_view import SampleView, view_sample
 from .statistics import escape_unprintable, facts_sentences, format_number, quarantine_sentences
 
 SAMPLES_SHOWN = 12
-"""Samples of each split."""
 MAX_MEDIA_SHOWN = 8
 """Images and videos of a sample, and frames of a video."""
 MAX_IMAGE_SIDE = 360
-"""Pixels on the page."""
-MAX_BARS = 30
 
 
 def write_page(
@@ -71,7 +68,7 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
     if not values.any():
         return []
     upper_quantile = int(describe_values(values, value_weights)["p99"])
-    bin_edges = np.unique(np.linspace(values.min(), upper_quantile + 1, MAX_BARS + 1).astype(int))
+    bin_edges = np.unique(np.linspace(values.min(), upper_quantile + 1, 31).astype(int))
     shares, _ = np.histogram(np.minimum(values, upper_quantile), bin_edges, weights=value_weights)
     bars: list[tuple[float, str]] = []
     for share, (left, right) in zip(shares.tolist(), pairwise(bin_edges.tolist()), strict=True):
@@ -83,14 +80,16 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
 
 def choose_samples(counted: DatasetStatistics) -> list[tuple[SampleSource, int]]:
     """Usable samples to show, at equal distances in each source: (source, index there)."""
-    usable = [each for each in counted.sources if each.usable_mask.any()]
-    chosen = []
-    for sizes in usable:
-        numbers = np.flatnonzero(sizes.usable_mask)
-        count = min(len(numbers), -(-SAMPLES_SHOWN // len(usable)))
-        shown = numbers[np.linspace(0, len(numbers) - 1, count).astype(int)]
-        chosen += [(sizes.source, number) for number in shown.tolist()]
-    return chosen
+    usable = [
+        (each.source, np.flatnonzero(each.usable_mask)) for each in counted.sources if each.usable_mask.any()
+    ]
+    return [
+        (source, int(numbers[place]))
+        for source, numbers in usable
+        for place in np.linspace(
+            0, len(numbers) - 1, min(len(numbers), -(-SAMPLES_SHOWN // len(usable)))
+        ).astype(int)
+    ]
 
 
 def _frame_images(medium: dict[str, Any], pixels: Tensor | None) -> list[str]:

@@ -60,7 +60,6 @@ class SampleView:
         )
 
     def captions(self) -> list[str]:
-        """A line about each medium."""
         lines = []
         for item, pixels in zip(self.media, self.pixels, strict=True):
             height, width = item["resized"]
@@ -134,8 +133,8 @@ def planes_to_pixels(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> 
         planes: uint8 [frames, h * w, patch * patch * 3], patches in merge-unit order.
     """
     p, m = settings.patch_size, settings.merge_size
-    patch_blocks = planes.reshape(-1, grid.h // m, grid.w // m, m, m, p, p, 3)
-    return patch_blocks.permute(0, 7, 1, 3, 5, 2, 4, 6).reshape(-1, 3, grid.h * p, grid.w * p)
+    blocks = planes.reshape(-1, grid.h // m, grid.w // m, m, m, p, p, 3).permute(0, 7, 1, 3, 5, 2, 4, 6)
+    return blocks.reshape(-1, 3, grid.h * p, grid.w * p)
 
 
 def split_turns(token_ids: Tensor, loss_mask: Tensor, encoder: RowEncoder) -> list[dict[str, Any]]:
@@ -144,13 +143,10 @@ def split_turns(token_ids: Tensor, loss_mask: Tensor, encoder: RowEncoder) -> li
     start_token = tokenizer.convert_tokens_to_ids("<|im_start|>")
     placeholders = {spec.image_token_id: "image", spec.video_token_id: "video"}
     turn_numbers, ids = (token_ids == start_token).cumsum(0).tolist(), token_ids.tolist()
-    marks = zip(turn_numbers, loss_mask.tolist(), map(placeholders.get, ids), strict=True)
+    marked_ids = zip(turn_numbers, loss_mask.tolist(), map(placeholders.get, ids), ids, strict=True)
     turns: dict[int, dict[str, Any]] = {}
-    marked_ids = zip(marks, ids, strict=True)
-    for (number, is_trained, placeholder), group in itertools.groupby(
-        marked_ids, key=lambda marked: marked[0]
-    ):
-        piece_ids = [token_id for _, token_id in group]
+    for mark, group in itertools.groupby(marked_ids, key=lambda marked: marked[:3]):
+        (number, is_trained, placeholder), piece_ids = mark, [token_id for *_, token_id in group]
         text = f"[{placeholder}: {len(piece_ids):,} tokens]"
         if placeholder is None:
             text = tokenizer.decode(piece_ids, clean_up_tokenization_spaces=False)

@@ -55,9 +55,9 @@ def facts_sentences(facts: dict[str, Any]) -> list[str]:
             cut_text += f"; {count_of('lost_exchanges')} with {cut['lost_tokens']:,} tokens left out"
         sentences.append(f"{cut_text}; {tokens['whole']:,} tokens are in samples that are whole")
     for reason, count in facts["left_out"].items():
-        lost_tokens = tokens["left_out"].get(reason)
-        tokens_text = f", {lost_tokens:,} tokens" if lost_tokens else ""
-        sentences.append(f"left out: {count:,} ({count / facts['samples']:.2%}) {reason}{tokens_text}")
+        sentences.append(f"left out: {count:,} ({count / facts['samples']:.2%}) {reason}")
+        if lost_tokens := tokens["left_out"].get(reason):
+            sentences[-1] += f", {lost_tokens:,} tokens"
     return sentences
 
 
@@ -80,16 +80,14 @@ def print_facts(facts: dict[str, Any]) -> None:
     def print_line(line_text: str) -> None:
         console.print(escape_unprintable(line_text), markup=False, soft_wrap=True)
 
-    for split, split_of_facts in facts["splits"].items():
-        samples, usable = split_of_facts["samples"], split_of_facts["usable"]
-        print_line(f"{facts['data']}: {samples:,} samples of {split}, {usable:,} usable")
-        for lines in (split_of_facts["sources"], split_of_facts["distributions"]):
+    for split, found in facts["splits"].items():
+        print_line(f"{facts['data']}: {found['samples']:,} samples of {split}, {found['usable']:,} usable")
+        for lines in (found["sources"], found["distributions"]):
             table = Table("", *next(iter(lines.values())))
             for name, values in lines.items():
                 table.add_row(escape_unprintable(name), *map(format_number, values.values()))
             console.print(table)
-        for sentence in facts_sentences(split_of_facts):
-            print_line(sentence)
+        print_line("\n".join(facts_sentences(found)))
     for sentence in quarantine_sentences(facts):
         print_line(sentence)
 

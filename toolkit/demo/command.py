@@ -47,29 +47,37 @@ def demo(options: DemoOptions) -> int:
     samples = json.loads(write_raw_data(folder / "raw").read_text())
 
     d = shlex.quote(str(folder))
-    raw = f"--input {d}/raw/conversations.json --media-root {d}/raw/media"
-    run(f"data convert {raw} --out {d}/dataset --val-fraction 0")
+    run(
+        f"data convert --input {d}/raw/conversations.json --media-root {d}/raw/media --out {d}/dataset"
+        " --val-fraction 0"
+    )
     run(f"convert --hf {d}/hf --out {d}/full")
     run(f"split --checkpoint {d}/full {LAYOUT} --out {d}/shards")
     run(f"export --checkpoint {d}/shards --hf {d}/hf --out {d}/hf_again")
     is_same = run(f"verify {d}/hf {d}/hf_again", may_fail=True) == 0
     tensors = len(json.loads((folder / "hf" / "model.safetensors.index.json").read_text())["weight_map"])
-    claim = "Hugging Face -> TP2 x PP2 (layers 2,4) -> Hugging Face returns every bit"
     found = f"{tensors} tensors identical" if is_same else "tensors differ, see above"
-    checks: list[Check] = [(claim, found, is_same)]
+    checks: list[Check] = [
+        ("Hugging Face -> TP2 x PP2 (layers 2,4) -> Hugging Face returns every bit", found, is_same)
+    ]
 
     # One process and one row a conversation: this loss depends on neither the layout nor the training.
-    model = f"--model.hf {d}/hf --data.path {d}/dataset --platform cpu --dtype float32 {VIDEO_WORDS}"
-    model += " --data.seq_len 512 --data.num_workers 1 --optimizer.weight_decay 0.01"
-    once = f"train --nproc-per-node 1 {model} --steps 1 --optimizer.lr 0 --optimizer.warmup_steps 0"
-    once += f" --data.pack false --data.shuffle false --global_batch_size {len(samples)}"
+    model = (
+        f"--model.hf {d}/hf --data.path {d}/dataset --platform cpu --dtype float32 {VIDEO_WORDS}"
+        " --data.seq_len 512 --data.num_workers 1 --optimizer.weight_decay 0.01"
+    )
+    once = (
+        f"train --nproc-per-node 1 {model} --steps 1 --optimizer.lr 0 --optimizer.warmup_steps 0"
+        f" --data.pack false --data.shuffle false --global_batch_size {len(samples)}"
+    )
     run(f"{once} --model.checkpoint {d}/shards --checkpoint.dir {d}/evaluation_before")
 
-    train = f"train --nproc-per-node 4 {model} --model.checkpoint {d}/shards {LAYOUT}"
-    train += f" --parallel.sequence_parallel true --steps {steps} --global_batch_size 4"
-    train += " --optimizer.lr 2e-3 --optimizer.schedule cosine"
-    train += f" --optimizer.warmup_steps {min(10, steps // 4)}"
-    train += f" --checkpoint.dir {d}/run --checkpoint.interval {save_step}"
+    train = (
+        f"train --nproc-per-node 4 {model} --model.checkpoint {d}/shards {LAYOUT}"
+        f" --parallel.sequence_parallel true --steps {steps} --global_batch_size 4"
+        f" --optimizer.lr 2e-3 --optimizer.schedule cosine --optimizer.warmup_steps {min(10, steps // 4)}"
+        f" --checkpoint.dir {d}/run --checkpoint.interval {save_step}"
+    )
     train_until_killed(train, folder, save_step, save_step + 3)
     print("the same command again resumes:")
     run(train)
@@ -78,8 +86,8 @@ def demo(options: DemoOptions) -> int:
     run(f"export --checkpoint {d}/run --hf {d}/hf --out {d}/hf_trained")
     code = run(f"verify {d}/hf {d}/hf_trained", may_fail=True)
     checks.append(("verify sees that training changed the weights", f"exit code {code}", code == 1))
-    weights = f"{d}/run/step_{steps:08d}/weights"
-    run(f"{once} --model.checkpoint {weights} --checkpoint.dir {d}/evaluation_after")
+    weights = f"--model.checkpoint {d}/run/step_{steps:08d}/weights"
+    run(f"{once} {weights} --checkpoint.dir {d}/evaluation_after")
     checks.append(compare_losses(folder, "before training", "hf", samples))
     checks.append(compare_losses(folder, "after", "hf_trained", samples))
     answers = f"--data.path {d}/dataset --eval.split train --out {d}/answers.jsonl"
@@ -99,16 +107,17 @@ def write_demo_checkpoint(hf_dir: Path) -> None:
     from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
     from toolkit.demo.demo_data import conversation_texts
 
-    texts = conversation_texts()
-    write_tiny_checkpoint(hf_dir, "qwen2_5_vl", texts=texts, dtype=torch.float32, **TINY_SIZES)
+    write_tiny_checkpoint(hf_dir, "qwen2_5_vl", texts=conversation_texts(), dtype=torch.float32, **TINY_SIZES)
 
 
 def start(command: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     """Shows a command and starts it with the programs of this Python's environment, activated or not."""
     print(f"$ megatron-vl {command}", flush=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    words = [sys.executable, "-m", "toolkit", *shlex.split(command)]
-    return subprocess.Popen(words, env=environment, stderr=stderr)
+    return subprocess.Popen(
+        [sys.executable, "-m", "toolkit", *shlex.split(command)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        stderr=stderr,
+    )
 
 
 def run(command: str, may_fail: bool = False) -> int:
@@ -132,12 +141,13 @@ def clear_folder(folder: Path) -> None:
 def train_until_killed(command: str, folder: Path, save_step: int, goal_step: int) -> None:
     """Starts the training and kills all its processes (SIGKILL) a few steps after its first checkpoint."""
     run_dir, log_path = folder / "run", folder / "killed.log"
-    checkpoint_dir = run_dir / f"step_{save_step:08d}"
     with log_path.open("wb") as stderr:
         process = start(command, stderr)
     try:
         # A checkpoint is written in the background, so it may appear after later steps.
-        while not checkpoint_dir.is_dir() or read_metrics(run_dir)[-1]["step"] < goal_step:
+        while (
+            not (run_dir / f"step_{save_step:08d}").is_dir() or read_metrics(run_dir)[-1]["step"] < goal_step
+        ):
             if process.poll() is not None:
                 raise UserError(f"the training ended before it was killed; {log_path} says why")
             time.sleep(0.2)
@@ -149,7 +159,6 @@ def train_until_killed(command: str, folder: Path, save_step: int, goal_step: in
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a run's ``metrics.jsonl``, except an incomplete last line."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -161,16 +170,16 @@ def check_training(metrics: list[dict[str, Any]], save_step: int) -> list[Check]
     after = {line["step"]: line["loss"] for line in metrics[resumed:]}
     repeated = before.keys() & after.keys()
     largest = max(abs(before[step] - after[step]) / before[step] for step in repeated)
-    first_loss, last_loss = metrics[0]["loss"], sum(line["loss"] for line in metrics[-5:]) / 5
+    first, last = metrics[0]["loss"], sum(line["loss"] for line in metrics[-5:]) / 5
     skipped = sum(not line["updated"] for line in metrics)
     dropped = sum(count for line in metrics for name, count in line.items() if name.startswith("dropped/"))
     repeats = f"resumed at step {min(after)}; {len(repeated)} repeated steps differ by at most {largest:.1e}"
     is_repeated = min(after) == save_step + 1 and largest < 1e-6
-    fell = f"{first_loss:.3f} -> {last_loss:.4f} in {metrics[-1]['step']} steps"
+    fell = f"{first:.3f} -> {last:.4f} in {metrics[-1]['step']} steps"
     lost = f"{skipped} skipped, {dropped} dropped"
     return [
         ("A killed run resumes from its checkpoint and repeats its losses", repeats, is_repeated),
-        ("The loss has fallen to less than a tenth", fell, last_loss < first_loss / 10),
+        ("The loss has fallen to less than a tenth", fell, last < first / 10),
         ("No step was skipped, no sample was dropped", lost, skipped + dropped == 0),
     ]
 
@@ -185,12 +194,13 @@ def compare_losses(folder: Path, when: str, hf_name: str, samples: list[dict[str
     loss = sum(total for total, _ in losses) / tokens
     found = read_metrics(folder / f"evaluation_{when.split()[0]}")[-1]
     error = abs(loss - found["loss"]) / loss
-    # Relative to the loss near zero after training, rounding errors are larger.
-    tolerance = 1e-4 if when == "after" else 1e-5
     return (
         f"Loss {when}: transformers' equals the trainer's",
         f"{loss:.6f} and {found['loss']:.6f}, {error:.1e} apart; {tokens} and {found['loss_tokens']} tokens",
-        error < tolerance and tokens == found["loss_tokens"] and found["samples"] == len(samples),
+        # Relative to the loss near zero after training, rounding errors are larger.
+        error < (1e-4 if when == "after" else 1e-5)
+        and tokens == found["loss_tokens"]
+        and found["samples"] == len(samples),
     )
 
 
@@ -211,7 +221,6 @@ def check_answers(answers_path: Path) -> list[Check]:
 
 
 def write_report(folder: Path, checks: list[Check], seconds: float) -> int:
-    """Shows the table and writes ``report.json``. Returns the exit code."""
     passed = all(check[2] for check in checks)
     lines = [{"what": what, "measured": measured, "passed": right} for what, measured, right in checks]
     (folder / "report.json").write_text(json.dumps({"passed": passed, "checks": lines}, indent=2) + "\n")

@@ -63,28 +63,32 @@ def write_raw_data(raw_dir: Path) -> Path:
     """Writes ``media/*`` and ``conversations.json`` (ShareGPT style), whose path it returns."""
     media_dir = raw_dir / "media"
     media_dir.mkdir(parents=True, exist_ok=True)
-    images = load_images()
-    for name, load_image in images.items():
+    for name, load_image in load_images().items():
         image = Image.fromarray(load_image())
         image.thumbnail((256, 256))
         image.save(media_dir / FILE_NAMES[name], quality=92)  # PNG ignores it
     shutil.copyfile(VIDEO_FILE, media_dir / VIDEO_FILE.name)
 
-    samples = []
-    for name, media, turns in DEMO_CONVERSATIONS:
-        messages = [{"from": ("human", "gpt")[i % 2], "value": t} for i, t in enumerate(turns.split("|"))]
-        samples.append({"id": name, **media, "conversations": messages})
+    samples = [
+        {
+            "id": name,
+            **media,
+            "conversations": [
+                {"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns.split("|"))
+            ],
+        }
+        for name, media, turns in DEMO_CONVERSATIONS
+    ]
     json_path = raw_dir / "conversations.json"
     json_path.write_text(json.dumps(samples, indent=2) + "\n")
     return json_path
 
 
 def conversation_texts() -> list[str]:
-    """All texts of the conversations, from which the tokenizer is made."""
-    texts = [IMAGE_QUESTION, *ANSWER_BY_IMAGE.values()]
-    for _, _, turns in DEMO_CONVERSATIONS[len(ANSWER_BY_IMAGE) :]:
-        texts += turns.split("|")
-    return [*texts, "system", "user", "assistant", "You are a helpful assistant."]
+    others = DEMO_CONVERSATIONS[len(ANSWER_BY_IMAGE) :]
+    texts = [text for _, _, turns in others for text in turns.split("|")]
+    roles = ["system", "user", "assistant", "You are a helpful assistant."]
+    return [IMAGE_QUESTION, *ANSWER_BY_IMAGE.values(), *texts, *roles]
 
 
 def load_images() -> dict[str, Callable[[], NDArray[np.uint8]]]:

@@ -78,15 +78,21 @@ def read_sharegpt_sample(
 
     names = {kind: sample.get(kind, []) for kind in ("image", "video")}
     paths = {kind: [media_dir / n for n in ([v] if isinstance(v, str) else v)] for kind, v in names.items()}
-    messages = []
-    for turn in sample["conversations"]:
-        content: list[dict[str, str]] = []
-        for part in re.split("(<image>|<video>)", turn["value"]):
-            if part in ("<image>", "<video>"):
-                content.append({"type": part.strip("<>")})
-            elif part:
-                content.append({"type": "text", "text": part})
-        messages.append({"role": "user" if turn["from"] == "human" else "assistant", "content": content})
-    images = [Image.open(path).convert("RGB") for path in paths["image"]]
+    messages = [
+        {
+            "role": "user" if turn["from"] == "human" else "assistant",
+            "content": [
+                {"type": part.strip("<>")}
+                if part in ("<image>", "<video>")
+                else {"type": "text", "text": part}
+                for part in filter(None, re.split("(<image>|<video>)", turn["value"]))
+            ],
+        }
+        for turn in sample["conversations"]
+    ]
     videos = [load_video(str(path), backend="pyav") for path in paths["video"]]
-    return messages, images, [(torch.from_numpy(v).permute(0, 3, 1, 2), facts) for v, facts in videos]
+    return (
+        messages,
+        [Image.open(path).convert("RGB") for path in paths["image"]],
+        [(torch.from_numpy(frames).permute(0, 3, 1, 2), facts) for frames, facts in videos],
+    )

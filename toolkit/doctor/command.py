@@ -10,14 +10,13 @@ from .options import DoctorOptions
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Runs the checks. Returns exit code 1 if something is broken."""
     from .machine_checks import check_machine
 
     findings = check_machine(options.nccl)
     num_broken = sum(finding.state == "broken" for finding in findings)
     if options.json:
-        json_fields = {"broken": num_broken > 0, "findings": list(map(dataclasses.asdict, findings))}
-        print(json.dumps(json_fields, indent=2))
+        facts = list(map(dataclasses.asdict, findings))
+        print(json.dumps({"broken": num_broken > 0, "findings": facts}, indent=2))
         return min(1, num_broken)
 
     from rich.console import Console

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -21,21 +22,14 @@ from megatron_vl.system.plurals import pluralize
 GIB = 2**30
 INSTALL_GPU = "pip install -e '.[gpu]' -c constraints.txt --no-build-isolation"
 TE_DISTRIBUTIONS = tuple(f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13"))
-"""Distributions that together form Transformer Engine."""
-WITHOUT_TE = "training on a GPU needs it"
-WITHOUT_FLASH_ATTENTION = "attention is slower on Hopper and Blackwell, and for heads of 256 (Qwen3.5)"
-WITHOUT_TRITON = "linear attention (Qwen3.5) is slow without it"
 SHOWN_PACKAGES = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
 SLOW_NCCL_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_DISABLE")
 """Switches that people set while they look for a fault, and then forget."""
 WATCHED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE", "CUDA_DEVICE_MAX", "PYTORCH_")
-"""Beginnings of the names of variables that are shown."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check."""
-
     name: str
     found: str
     state: Literal["ok", "note", "broken"] = "ok"
@@ -51,9 +45,10 @@ def check_machine(with_nccl: bool = False) -> list[Finding]:
     Args:
         with_nccl: also reduce a tensor over all GPUs (without GPUs, over two gloo processes).
     """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     import_processes = {
-        name: subprocess.Popen([sys.executable, "-c", code], **pipes)  # type: ignore[call-overload]
+        name: subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for name, code in _IMPORT_PROBES.items()
     }
     gpus = query_gpus()
@@ -74,14 +69,11 @@ def check_machine(with_nccl: bool = False) -> list[Finding]:
 def _check_requirements() -> list[Finding]:
     from packaging.requirements import Requirement
 
-    try:
-        requirements = [Requirement(text) for text in importlib.metadata.requires("megatron-vl") or []]
-    except importlib.metadata.PackageNotFoundError:
-        finding_text = "megatron-vl is not installed, so its requirements are unknown"
-        return [Finding("packages", finding_text, "note", "pip install -e .")]
-
+    if installed_version("megatron-vl") is None:
+        found = "megatron-vl is not installed, so its requirements are unknown"
+        return [Finding("packages", found, "note", "pip install -e .")]
     findings = []
-    for requirement in requirements:
+    for requirement in map(Requirement, importlib.metadata.requires("megatron-vl") or []):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         version = installed_version(requirement.name)
@@ -94,7 +86,6 @@ def _check_requirements() -> list[Finding]:
 
 
 def installed_version(distribution_name: str) -> str | None:
-    """The version of an installed distribution, None if it is not installed."""
     try:
         return importlib.metadata.version(distribution_name)
     except importlib.metadata.PackageNotFoundError:
@@ -121,26 +112,23 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 
 
 def _check_imports(import_processes: dict[str, subprocess.Popen[str]], has_gpu: bool) -> list[Finding]:
-    torch_text, error_by_module = "", dict[str, str]()
+    outputs, errors = dict[str, str](), dict[str, str]()
     for name, process in import_processes.items():
-        stdout_text, stderr_text = process.communicate()
+        outputs[name], stderr_text = process.communicate()
         error_lines = stderr_text.strip().splitlines() or [f"exit code {process.returncode}"]
-        error_by_module[name] = error_lines[-1] if process.returncode else ""
-        if name == "torch" and not process.returncode:
-            torch_text = stdout_text.strip().splitlines()[-1]
+        errors[name] = error_lines[-1] if process.returncode else ""
     core = Finding("megatron.core", "imports")
-    if error_text := error_by_module["megatron.core"]:
-        advice = "fix the packages above, then run make setup"
-        core = Finding("megatron.core", f"does not import: {error_text}", "broken", advice)
+    if errors["megatron.core"]:
+        found = f"does not import: {errors['megatron.core']}"
+        core = Finding("megatron.core", found, "broken", "fix the packages above, then run make setup")
+    without = "training on a GPU needs it"
+    without_flash = "attention is slower on Hopper and Blackwell, and for heads of 256 (Qwen3.5)"
+    without_triton = "linear attention (Qwen3.5) is slow without it"
     return [
-        _check_torch(torch_text, error_by_module["torch"], has_gpu),
-        _check_gpu_package(
-            TE_DISTRIBUTIONS, error_by_module["transformer_engine"], has_gpu, WITHOUT_TE, is_needed=True
-        ),
-        _check_gpu_package(
-            ("flash-attn-4",), error_by_module["flash_attn"], has_gpu, WITHOUT_FLASH_ATTENTION
-        ),
-        _check_gpu_package(("triton",), error_by_module["triton"], has_gpu, WITHOUT_TRITON),
+        _check_torch(outputs["torch"], errors["torch"], has_gpu),
+        _check_gpu_package(TE_DISTRIBUTIONS, errors["transformer_engine"], has_gpu, without, is_needed=True),
+        _check_gpu_package(("flash-attn-4",), errors["flash_attn"], has_gpu, without_flash),
+        _check_gpu_package(("triton",), errors["triton"], has_gpu, without_triton),
         core,
     ]
 
@@ -149,14 +137,13 @@ def _check_torch(torch_text: str, error_text: str, has_gpu: bool) -> Finding:
     if error_text:
         advice = "make setup, or: pip install torch -c constraints.txt"
         return Finding("torch", f"does not import: {error_text}", "broken", advice)
-    torch_facts = json.loads(torch_text)
-    cuda_text = f"CUDA {torch_facts['cuda']}" if torch_facts["cuda"] else "CPU"
-    version_text = f"{torch_facts['version']}, built for {cuda_text}"
-    if has_gpu and not torch_facts["gpus"]:
+    facts = json.loads(torch_text.strip().splitlines()[-1])
+    found = f"{facts['version']}, built for {'CUDA ' + facts['cuda'] if facts['cuda'] else 'CPU'}"
+    if has_gpu and not facts["gpus"]:
         advice = "update the driver, which may be older than this CUDA, or unset CUDA_VISIBLE_DEVICES"
-        return Finding("torch", f"{version_text}, sees no GPU, but nvidia-smi does", "broken", advice)
-    gpus_text = f"{torch_facts['gpus']} GPUs, NCCL {torch_facts['nccl']}" if torch_facts["gpus"] else "no GPU"
-    return Finding("torch", f"{version_text}, {gpus_text}")
+        return Finding("torch", f"{found}, sees no GPU, but nvidia-smi does", "broken", advice)
+    gpus_text = f"{facts['gpus']} GPUs, NCCL {facts['nccl']}" if facts["gpus"] else "no GPU"
+    return Finding("torch", f"{found}, {gpus_text}")
 
 
 def _check_gpu_package(
@@ -168,8 +155,8 @@ def _check_gpu_package(
     if not error_text:
         return Finding(name, ", ".join(versions) or "found on the path")
     if versions or "No module named" not in error_text:
-        install_text = f", then {INSTALL_GPU}" if has_gpu else "; it is not needed on CPU"
-        advice = f"pip uninstall -y {' '.join(distributions)}{install_text}"
+        advice = f"pip uninstall -y {' '.join(distributions)}"
+        advice += f", then {INSTALL_GPU}" if has_gpu else "; it is not needed on CPU"
         found = f"{', '.join(versions) or 'no distribution'}, does not import: {error_text}"
         return Finding(name, found, "broken", advice)
     if has_gpu:
@@ -185,50 +172,51 @@ def _check_gpus(gpus: list[GpuInfo]) -> Iterator[Finding]:
         yield Finding("gpus", "none; training runs on the CPU (platform: cpu), and only training needs GPUs")
         return
 
-    kind = "{0.gpu_name}, {1:.0f} GiB, driver {0.driver_version}"
-    kinds = {kind.format(gpu, gpu.total_memory_mib / 1024) for gpu in gpus}
+    kinds = Counter(
+        f"{gpu.gpu_name}, {gpu.total_memory_mib / 1024:.0f} GiB, driver {gpu.driver_version}" for gpu in gpus
+    )
+    found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
     if len(kinds) > 1:
-        found = f"{len(gpus)} GPUs of several kinds: {'; '.join(sorted(kinds))}"
         yield Finding("gpus", found, "note", "the slowest and smallest of them limits the run")
     else:
-        yield Finding("gpus", f"{len(gpus)} x {kinds.pop()}")
-
-    used_gpus = [gpu for gpu in gpus if gpu.used_memory_mib > 1024]
-    if used_gpus:
-        found = ", ".join(f"GPU {gpu.gpu_index} {gpu.used_memory_mib / 1024:.1f} GiB" for gpu in used_gpus)
+        yield Finding("gpus", found)
+    used = [f"GPU {g.gpu_index} {g.used_memory_mib / 1024:.1f} GiB" for g in gpus if g.used_memory_mib > 1024]
+    if used:
         advice = "stop the program that nvidia-smi names, or set CUDA_VISIBLE_DEVICES"
-        yield Finding("gpus in use", found, "note", advice)
+        yield Finding("gpus in use", ", ".join(used), "note", advice)
 
 
 def _check_environment() -> Finding:
-    variables = {name: value for name, value in os.environ.items() if name.startswith(WATCHED_VARIABLES)}
-    variables_text = ", ".join(f"{name}={value}" for name, value in sorted(variables.items())) or "none set"
-    slow_switches = [name for name in SLOW_NCCL_SWITCHES if variables.get(name, "0") not in ("0", "")]
-    advice = f"unset {' '.join(slow_switches)}: they switch off fast communication" if slow_switches else ""
-    return Finding("nccl environment", variables_text, "note" if slow_switches else "ok", advice)
+    shown = sorted(
+        f"{name}={value}" for name, value in os.environ.items() if name.startswith(WATCHED_VARIABLES)
+    )
+    found = ", ".join(shown) or "none set"
+    if switches := [name for name in SLOW_NCCL_SWITCHES if os.environ.get(name, "0") not in ("0", "")]:
+        advice = f"unset {' '.join(switches)}: they switch off fast communication"
+        return Finding("nccl environment", found, "note", advice)
+    return Finding("nccl environment", found)
 
 
 def check_all_reduce(num_gpus: int) -> Finding:
-    """Runs a real all-reduce over all GPUs, or over two gloo processes if there are none."""
     from toolkit.common.launch import last_output_lines, run_group
 
     num_ranks, backend = num_gpus or 2, "nccl" if num_gpus else "gloo"
     reduced = run_group("toolkit.doctor.all_reduce", [backend], num_ranks)
     if reduced.returncode:
-        finding_text = f"over {num_ranks} ranks failed: {last_output_lines(reduced, 3)}"
+        found = f"over {num_ranks} ranks failed: {last_output_lines(reduced, 3)}"
         advice = "run again with NCCL_DEBUG=INFO; check NCCL_SOCKET_IFNAME, /dev/shm and the driver"
-        return Finding("all-reduce", finding_text, "broken", advice)
-    speed_text = reduced.stdout.rpartition("RESULT ")[2].strip()
-    return Finding("all-reduce", f"{backend} over {pluralize(num_ranks, 'rank')}: correct, {speed_text}")
+        return Finding("all-reduce", found, "broken", advice)
+    speed = reduced.stdout.rpartition("RESULT ")[2].strip()
+    return Finding("all-reduce", f"{backend} over {pluralize(num_ranks, 'rank')}: correct, {speed}")
 
 
 # --- Limits -------------------------------------------------------------------------------------------------
 
 
 def _check_shared_memory() -> Finding:
-    name, usage = "shared memory", shutil.disk_usage("/dev/shm")
-    usage_text = f"/dev/shm {usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
+    usage = shutil.disk_usage("/dev/shm")
+    found = f"/dev/shm {usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
     if usage.free >= 4 * GIB:
-        return Finding(name, usage_text)
+        return Finding("shared memory", found)
     advice = "loader workers and NCCL pass data through it: use docker run --ipc=host, or --shm-size=16g"
-    return Finding(name, usage_text, "broken" if usage.free < GIB // 4 else "note", advice)
+    return Finding("shared memory", found, "broken" if usage.free < GIB // 4 else "note", advice)

@@ -15,13 +15,6 @@ from megatron_vl.data.sample.thinking import GeneratedAnswer
 from megatron_vl.weights.trained_media import exported_media
 from toolkit.generate.answers import THINK, Answerer, with_trained_media
 
-PromptPart = Mapping[str, Any]
-"""VLMEvalKit's part of a message: ``{"type": "image" | "video" | "text", "value": path or text}``. A video
-may give its number of frames (``nframes``), or frames per second (``fps``)."""
-EvaluationPrompt = Sequence[Mapping[str, Any]]
-"""One turn's parts in order, or the turns of a dialogue up to one of the user's, each ``{"role": "user" |
-"assistant", "content": parts, or a text}``."""
-
 
 class CheckpointModel:
     """A Hugging Face folder that answers VLMEvalKit's prompts.
@@ -37,19 +30,30 @@ class CheckpointModel:
         self.think = THINK[settings.get("thinking")]
         # A released folder takes the frames of its own processor; an exported one what it was trained with.
         data_config = DataConfig() if exported_media(hf_dir) else DataConfig(video_max_frames=768)
-        data_config = with_trained_media(data_config, hf_dir)
-        limits = tuple(settings["max_new_tokens"])
-        self.answerer = Answerer(hf_dir, data_config, limits, getattr(torch, settings["dtype"]))
+        self.answerer = Answerer(
+            hf_dir,
+            with_trained_media(data_config, hf_dir),
+            tuple(settings["max_new_tokens"]),
+            getattr(torch, settings["dtype"]),
+        )
 
-    def encode(self, prompt: EvaluationPrompt) -> TokenizedSample:
-        """The prompt in the checkpoint's chat template, with its media."""
+    def encode(self, prompt: Sequence[Mapping[str, Any]]) -> TokenizedSample:
+        """The prompt in the checkpoint's chat template, with its media.
+
+        Args:
+            prompt: one turn's parts in order, each ``{"type": "image" | "video" | "text", "value": path or
+                text}`` (a video may give its number of frames, ``nframes``, or frames per second, ``fps``);
+                or the turns of a dialogue up to one of the user's, each ``{"role": "user" | "assistant",
+                "content": parts, or a text}``.
+        """
         media_items: list[MediaItem] = []
-        messages = []
-        for role, parts in prompt_turns(prompt):
-            messages.append({"role": role, "content": [self._chat_part(part, media_items) for part in parts]})
+        messages = [
+            {"role": role, "content": [self._chat_part(part, media_items) for part in parts]}
+            for role, parts in prompt_turns(prompt)
+        ]
         return self.answerer.encoder.encode_prompt(messages, media_items, self.think)
 
-    def _chat_part(self, part: PromptPart, media_items: list[MediaItem]) -> dict[str, str]:
+    def _chat_part(self, part: Mapping[str, Any], media_items: list[MediaItem]) -> dict[str, str]:
         """Converts a part for the chat template, and adds its medium to the list."""
         if part["type"] == "text":
             return {"type": "text", "text": str(part["value"])}
@@ -61,28 +65,23 @@ class CheckpointModel:
         if not any(path.resolve().is_relative_to(root) for root in self.allowed_roots):
             raise ValueError(f"{path} is not inside the folder of the data set")
         # A video may have a number or rate of frames of its own, under the other settings of the checkpoint.
-        settings = self.answerer.encoder.pixel_settings
+        encoder = self.answerer.encoder
+        settings = encoder.pixel_settings
         if part.get("nframes"):
             count = int(part["nframes"])
             settings = dataclasses.replace(settings, video_min_frames=count, video_max_frames=count)
         elif part.get("fps"):
             settings = dataclasses.replace(settings, video_fps=float(part["fps"]))
-        encode_medium = self.answerer.encoder.encode_medium
-        media_items.append(encode_medium(part["type"], str(path), path.read_bytes(), settings))
+        media_items.append(encoder.encode_medium(part["type"], str(path), path.read_bytes(), settings))
         return {"type": part["type"]}
 
-    def generate_answer(self, prompt: EvaluationPrompt) -> GeneratedAnswer:
-        """Generates the greedy answer to the last turn."""
+    def generate_answer(self, prompt: Sequence[Mapping[str, Any]]) -> GeneratedAnswer:
         return self.answerer.answer(self.encode(prompt))[0]
 
 
-def prompt_turns(prompt: EvaluationPrompt) -> list[tuple[str, Sequence[PromptPart]]]:
+def prompt_turns(prompt: Sequence[Mapping[str, Any]]) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
     """(role, parts) of each turn. The last turn is the user's."""
     if "content" not in prompt[0]:  # a part may have a role too
         return [("user", prompt)]
-    turns = []
-    for turn in prompt:
-        content = turn["content"]
-        parts = [{"type": "text", "value": content}] if isinstance(content, str) else content
-        turns.append((turn["role"], parts))
-    return turns
+    contents = ((turn["role"], turn["content"]) for turn in prompt)
+    return [(role, [{"type": "text", "value": c}] if isinstance(c, str) else c) for role, c in contents]

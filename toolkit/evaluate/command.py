@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def evaluate(options: EvaluateOptions) -> int:
-    """Evaluates, and writes the report. Returns the exit code."""
     try:
         dataset_name, lmu_data = find_dataset(options.data)
         from .evaluation import run_evaluation
@@ -62,8 +61,12 @@ def print_table(result: Evaluation, report_path: Path) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, width=max(100, Console().width))
-    title = escape(f"{result.data}, {result.questions} questions")
-    table = Table("", *result.checkpoints, title=title, title_justify="left")
+    table = Table(
+        "",
+        *result.checkpoints,
+        title=escape(f"{result.data}, {result.questions} questions"),
+        title_justify="left",
+    )
     checkpoints = list(result.checkpoints.values())
     for name in ("tensors", "answers"):
         table.add_row(name, *(facts[name] for facts in checkpoints))

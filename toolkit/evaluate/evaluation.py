@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,22 +33,17 @@ from megatron_vl.weights.trained_media import exported_facts
 from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.common.hf_loading import check_hf_folder
 from toolkit.common.launch import usable_gpus
+from toolkit.doctor.machine_checks import installed_version
 from toolkit.evaluate.options import EvaluateOptions
 from toolkit.evaluate.sandbox import choose_sandbox, copy_data, process_variables
 from toolkit.evaluate.vlmevalkit_adapter import NO_JUDGE, QUESTION_COUNT_FILE, UNUSABLE_FILE
 
 MARKER_FILE = ".megatron-vl-evaluate"
 VLMEVALKIT_VERSION = "0.0.20"
-DEFAULT_LIMITS = 256, 32768
-"""Largest number of tokens of an answer, without and with thinking, as in VLMEvalKit."""
-GPU_BYTES = 72e9
-"""Bytes of weights that fit one GPU beside activations; larger models are spread over several."""
 
 
 @dataclass
 class Evaluation:
-    """The results of an evaluation."""
-
     data: str
     settings: dict[str, Any]
     checkpoints: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -60,7 +55,6 @@ class Evaluation:
 
 
 def show_line(text: str) -> None:
-    """Shows what is being done, apart from the table on standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -83,8 +77,11 @@ def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) 
         if folder is not None:
             show_line(f"{role}: reading {folder}")
             hf_dir = exported_folder(folder, options.original, options.out / role)
-            facts = {"folder": str(hf_dir.resolve()), "sha256": folder_hash(hf_dir)}
-            result.checkpoints[role] = facts | {"tensors": "", "answers": "", "metrics": {}, "unanswered": 0}
+            result.checkpoints[role] = {
+                "folder": str(hf_dir.resolve()),
+                "sha256": folder_hash(hf_dir),
+                **{"tensors": "", "answers": "", "metrics": {}, "unanswered": 0},
+            }
     original, converted = result.checkpoints["original"], result.checkpoints["converted"]
     comparison = compare_weights(Path(original["folder"]), Path(converted["folder"]))
     differences = [f"tensor {difference.name}: {difference.how}" for difference in comparison.differences]
@@ -92,7 +89,7 @@ def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) 
     converted["tensors"] = f"{len(differences)} differ" if differences else "identical"
     result.problems += differences
     # The comparison took seconds; what follows can take hours.
-    if not result.problems:
+    if not differences:
         _ask_and_score(options, result, lmu_data)
     return result
 
@@ -137,10 +134,7 @@ def _check_options(options: EvaluateOptions) -> None:
 
 def _package_versions() -> dict[str, str]:
     """Versions of what decides answers and scores. Raises UsageError if VLMEvalKit has another one."""
-    try:
-        found = version("ms-vlmeval")
-    except PackageNotFoundError:
-        found = "missing"
+    found = installed_version("ms-vlmeval") or "missing"
     if found != VLMEVALKIT_VERSION:
         raise UsageError(
             f"VLMEvalKit {VLMEVALKIT_VERSION} is needed (installed: {found}), so install the eval extra:"
@@ -152,8 +146,7 @@ def _package_versions() -> dict[str, str]:
 def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     """What decides answers and scores, with a choice for what was not given."""
     tensor_folder = check_hf_folder(options.original)
-    codes = Counter(map(tensor_folder.dtype_code, tensor_folder.file_by_tensor))
-    weights_dtype = DTYPE_BY_CODE.get(codes.most_common(1)[0][0], torch.bfloat16)
+    [(code, _)] = Counter(map(tensor_folder.dtype_code, tensor_folder.file_by_tensor)).most_common(1)
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
     model_bytes *= 2 if isinstance(tensor_folder, Fp8Folder) else 1  # it is loaded in bfloat16
     num_gpus = usable_gpus()
@@ -162,9 +155,11 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
         "judge": options.judge.partition("@")[0] or NO_JUDGE,
         "limit": options.limit,
         # Other types than float32 are slow on CPU.
-        "dtype": dtype_name(weights_dtype) if num_gpus else "float32",
-        "processes": max(1, num_gpus // math.ceil(model_bytes / GPU_BYTES)),
-        "max_new_tokens": [options.max_new_tokens or limit for limit in DEFAULT_LIMITS],
+        "dtype": dtype_name(DTYPE_BY_CODE.get(code, torch.bfloat16)) if num_gpus else "float32",
+        # So many bytes of weights fit one GPU beside activations; larger models are spread over several.
+        "processes": max(1, num_gpus // math.ceil(model_bytes / 72e9)),
+        # Without and with thinking, as in VLMEvalKit.
+        "max_new_tokens": [options.max_new_tokens or limit for limit in (256, 32768)],
         "versions": _package_versions(),
     }
 
@@ -228,10 +223,9 @@ def _run_vlmevalkit(options: EvaluateOptions, work_dir: Path, result: Evaluation
     result.settings["isolation"] = isolation
     log_path = work_dir / "vlmevalkit.log"
     show_line(f"VLMEvalKit runs {isolation}; its imports take up to half a minute. Its log: {log_path}")
-    model_names = [facts["model"] for facts in result.checkpoints.values()]
-    processes = result.settings["processes"]
-    torchrun_words = f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
-    command = [*sandbox_words, sys.executable, *(torchrun_words if processes > 1 else [])]
+    command, processes = [*sandbox_words, sys.executable], result.settings["processes"]
+    if processes > 1:
+        command += f"-m torch.distributed.run --standalone --nproc-per-node {processes}".split()
     environment = process_variables(work_dir)
     with log_path.open("wb") as log_file:
         process = subprocess.Popen(
@@ -246,7 +240,8 @@ def _run_vlmevalkit(options: EvaluateOptions, work_dir: Path, result: Evaluation
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(15)
-            counts = {name: len(read_answers(work_dir / "results" / name)) for name in model_names}
+            names = (facts["model"] for facts in result.checkpoints.values())
+            counts = {name: len(read_answers(work_dir / "results" / name)) for name in names}
             if any(counts.values()):
                 show_line("answers: " + ", ".join(f"{count} of {name}" for name, count in counts.items()))
     finally:
@@ -255,9 +250,8 @@ def _run_vlmevalkit(options: EvaluateOptions, work_dir: Path, result: Evaluation
     if (work_dir / UNUSABLE_FILE).is_file():
         raise UsageError((work_dir / UNUSABLE_FILE).read_text())
     if process.returncode:
-        lines = log_path.read_text(errors="replace").strip().splitlines()[-12:]
-        message = f"VLMEvalKit ended with exit code {process.returncode}; see {log_path}:"
-        raise UserError("\n".join([message, *lines]))
+        log_end = "\n".join(log_path.read_text(errors="replace").strip().splitlines()[-12:])
+        raise UserError(f"VLMEvalKit ended with exit code {process.returncode}; see {log_path}:\n{log_end}")
 
 
 # --- What VLMEvalKit and its models wrote -------------------------------------------------------------------
@@ -311,15 +305,14 @@ def compare_answers(original_dir: Path, converted_dir: Path) -> tuple[str, str, 
 
 def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> list[str]:
     """The converted checkpoint scores what the original scores; every checkpoint has the same metrics."""
-    problems = []
     expected = checkpoints["original"]["metrics"]
-    for role, facts in checkpoints.items():
-        metrics = facts["metrics"]
-        if expected and metrics:  # otherwise VLMEvalKit's reason is a problem already
-            for name in sorted(expected.keys() ^ metrics.keys()):
-                holder = "the original" if name in expected else role
-                problems.append(f"{role}: metric {name!r} is missing; only {holder} has it")
-        for name in expected.keys() & metrics.keys() if role == "converted" else ():
-            if metrics[name] != expected[name]:
-                problems.append(f"{name}: {expected[name]} and {metrics[name]}")
-    return problems
+    converted = checkpoints["converted"]["metrics"]
+    missing = [
+        f"{role}: metric {name!r} is missing; only {'the original' if name in expected else role} has it"
+        for role, facts in checkpoints.items()
+        for name in sorted(expected.keys() ^ facts["metrics"].keys())
+        if expected and facts["metrics"]  # otherwise VLMEvalKit's reason is a problem already
+    ]
+    common = expected.keys() & converted.keys()
+    others = [name for name in sorted(common) if converted[name] != expected[name]]
+    return missing + [f"{name}: {expected[name]} and {converted[name]}" for name in others]

@@ -47,14 +47,23 @@ def _works(words: list[str]) -> bool:
 
 def process_variables(work_dir: Path) -> dict[str, str]:
     """Variables of the process: offline, with its own copy of the data and its own temporary files."""
-    variables = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
-    variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLMEVALKIT_USE_MODELSCOPE": "0"}
-    variables |= {"LMUData": str(work_dir / "data"), "HF_HUB_CACHE": str(work_dir / "cache" / "hub")}
-    variables |= dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1")  # for a judge
-    variables |= {"TMPDIR": str(work_dir / "tmp"), "TRITON_CACHE_DIR": str(work_dir / "tmp" / "triton")}
-    variables |= {"PRED_FORMAT": "tsv", "GLOO_SOCKET_IFNAME": "lo", "PYTHONSAFEPATH": "1"}
     python_path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return variables | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(python_path)}
+    return {
+        **{name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES},
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "VLMEVALKIT_USE_MODELSCOPE": "0",
+        "LMUData": str(work_dir / "data"),
+        "HF_HUB_CACHE": str(work_dir / "cache" / "hub"),
+        **dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1"),  # for a judge
+        "TMPDIR": str(work_dir / "tmp"),
+        "TRITON_CACHE_DIR": str(work_dir / "tmp" / "triton"),
+        "PRED_FORMAT": "tsv",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONSAFEPATH": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(python_path),
+    }
 
 
 def copy_data(dataset_name: str, lmu_data: Path, work_dir: Path) -> list[Path]:

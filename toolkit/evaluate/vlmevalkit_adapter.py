@@ -14,7 +14,6 @@ import os
 import random
 import sys
 import traceback
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,12 +34,12 @@ class VlmEvalKitModel:
         from toolkit.evaluate.checkpoint_model import CheckpointModel
 
         gc.collect()  # the checkpoint before this one
-        self.record_dir = Path(job["work"]) / "results" / model_name
-        self.record_dir.mkdir(parents=True, exist_ok=True)
+        record_dir = Path(job["work"]) / "results" / model_name
+        record_dir.mkdir(parents=True, exist_ok=True)
         self.model = CheckpointModel(
             Path(job["checkpoints"][model_name]), job["settings"], [Path(root) for root in job["roots"]]
         )
-        answers_path = self.record_dir / f"answers_{os.environ.get('RANK', '0')}.jsonl"
+        answers_path = record_dir / f"answers_{os.environ.get('RANK', '0')}.jsonl"
         self.answers_file = answers_path.open("a", encoding="utf-8", buffering=1)
         # VLMEvalKit sets one of them to what the name of a video set says, and the other to None.
         self.nframe: int | None = 1
@@ -70,9 +69,8 @@ class VlmEvalKitModel:
     def _answer(self, prompt: list[dict[str, Any]]) -> str:
         from toolkit.evaluate.checkpoint_model import prompt_turns
 
+        reply, parts = self.model.generate_answer(prompt), prompt_turns(prompt)[-1][1]
         prompt_text = json.dumps(prompt, default=str, sort_keys=True)
-        reply = self.model.generate_answer(prompt)
-        parts = prompt_turns(prompt)[-1][1]
         line = {
             "key": hashlib.sha256(prompt_text.encode()).hexdigest()[:16],
             "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),
@@ -143,8 +141,7 @@ def run_vlmevalkit(job: dict[str, Any]) -> None:
         dataset = _read_dataset(job, vlmevalkit_build)
         num_questions = len(dataset.data)
         if dataset.TYPE == "MT":
-            rows = dataset.data.to_dict("records")
-            num_questions = sum(len(dataset.build_prompt(row)) // 2 for row in rows)
+            num_questions = sum(len(dataset.build_prompt(r)) // 2 for r in dataset.data.to_dict("records"))
         (Path(job["work"]) / QUESTION_COUNT_FILE).write_text(str(num_questions))
         random.seed(0)  # some data sets draw: the same for all checkpoints
         return dataset
@@ -152,17 +149,13 @@ def run_vlmevalkit(job: dict[str, Any]) -> None:
     run.build_dataset = build_dataset
     # VLMEvalKit's processes only wait for each other, which gloo does on machines without GPUs too.
     start_group = torch.distributed.init_process_group
-
-    def start_gloo_group(backend: str, timeout: timedelta) -> None:
-        start_group("gloo", timeout=timeout)
-
-    torch.distributed.init_process_group = start_gloo_group  # type: ignore[assignment]
+    torch.distributed.init_process_group = lambda backend, timeout: start_group("gloo", timeout=timeout)  # type: ignore
     # A set of several tables replaces its own name by theirs in the path of its results, in folders too.
     sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", "../results"]
     sys.argv += ["--judge", job["settings"]["judge"]]
     if job["judge_url"]:
-        judge_key = os.environ.get("OPENAI_API_KEY") or "none"
-        sys.argv += ["--judge-base-url", job["judge_url"], "--judge-key", judge_key]
+        sys.argv += ["--judge-base-url", job["judge_url"]]
+        sys.argv += ["--judge-key", os.environ.get("OPENAI_API_KEY") or "none"]
     for name in job["checkpoints"]:
         config.supported_VLM[name] = partial(VlmEvalKitModel, job, name)
     run.main()

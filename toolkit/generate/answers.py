@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from data_tools.sample_sources import SampleReader, open_encoder, read_sources
@@ -28,7 +29,7 @@ from megatron_vl.system.errors import UserError, naming_file
 from megatron_vl.weights.run_folder import export_dir_path, step_of_dir
 from megatron_vl.weights.trained_media import ARGUMENTS_KEY, MEDIA_KEY, exported_facts, read_export_facts
 from megatron_vl.weights.weight_reader import WeightReader
-from toolkit.common.hf_loading import follow_video_positions, greedy_settings, load_hf_model
+from toolkit.common.hf_loading import follow_video_positions, load_hf_model
 from toolkit.common.launch import usable_gpus
 from toolkit.common.sample_encoder import SampleEncoder
 from toolkit.parity.reference import hf_inputs
@@ -36,10 +37,7 @@ from toolkit.weights.export_step import ExportJob, export_step
 
 from .options import GenerateOptions
 
-DEFAULT_LIMITS = 128, 2048
-"""Largest number of tokens of an answer, without and with thinking."""
 THINK = {"on": True, "off": False, None: None}
-"""``--thinking`` as the chat template's switch."""
 
 
 def exported_folder(checkpoint: Path, hf: str) -> Path:
@@ -64,8 +62,17 @@ def exported_folder(checkpoint: Path, hf: str) -> Path:
         export_dir = export_dir.with_name(f"{export_dir.name}_merged")
     if read_export_facts(export_dir).get("weights") != reader.manifest["digest"]:
         print(f"exporting step {step} to {export_dir}", file=sys.stderr, flush=True)
-        facts, merges = {"step": step}, bool(reader.lora.rank)
-        export_step(ExportJob(str(step_dir), hf, str(export_dir), os.getpid(), True, facts, merges))
+        export_step(
+            ExportJob(
+                str(step_dir),
+                hf,
+                str(export_dir),
+                os.getpid(),
+                is_last=True,
+                facts={"step": step},
+                merges_adapter=bool(reader.lora.rank),
+            )
+        )
     return export_dir
 
 
@@ -74,8 +81,7 @@ def with_trained_media(data_config: DataConfig, hf_dir: Path) -> DataConfig:
     stated = {name for name, value in vars(data_config).items() if value != getattr(DataConfig(), name)}
     facts = exported_facts(hf_dir)
     given = {**facts.get(MEDIA_KEY, {}), ARGUMENTS_KEY: facts.get(ARGUMENTS_KEY, {})}
-    trained = {name: value for name, value in given.items() if name not in stated}
-    return dataclasses.replace(data_config, **trained)
+    return dataclasses.replace(data_config, **{k: value for k, value in given.items() if k not in stated})
 
 
 class Answerer:
@@ -113,9 +119,14 @@ class Answerer:
         in words; empty if it lacks nothing."""
         begins_by_thinking = self.encoder.begins_by_thinking(prompt)
         limit = self.limits[begins_by_thinking]
-        self.model.generation_config = greedy_settings(self.stop_token_ids, limit)
-        all_tokens = self.model.generate(**self.model_inputs(prompt))
-        tokens = all_tokens[0, len(prompt) :].tolist()
+        # Given to `generate`, it would be completed by the folder's own settings (sampling, a penalty).
+        self.model.generation_config = GenerationConfig(
+            max_new_tokens=limit,
+            do_sample=False,
+            eos_token_id=self.stop_token_ids,
+            pad_token_id=self.stop_token_ids[0],
+        )
+        tokens = self.model.generate(**self.model_inputs(prompt))[0, len(prompt) :].tolist()
         answer = split_thinking(self.decode(tokens), begins_by_thinking)
         if tokens[-1] not in self.stop_token_ids:
             return answer, f"the answer was cut after {limit} tokens; raise --max-new-tokens"
@@ -143,16 +154,16 @@ def answer_dataset(answerer: Answerer, config: TrainConfig, out_path: Path) -> s
     ious: list[float] = []
     vision = answerer.encoder.spec.vision
     left_out: Counter[str] = Counter()
-    samples = _encoded_samples(answerer, config, left_out)
-    for key, sample, has_objects in itertools.islice(samples, config.eval.answers or None):
+    samples = itertools.islice(_encoded_samples(answerer, config, left_out), config.eval.answers or None)
+    for key, sample, has_objects in samples:
         prompt, reference_tokens = split_at_answer(sample, answerer.encoder.spec)
-        begins_by_thinking = answerer.encoder.begins_by_thinking(prompt)
-        reference = split_thinking(answerer.decode(reference_tokens), begins_by_thinking).answer_text
-        answer = answerer.answer(prompt)[0].answer_text
-        prompt_text = answerer.decode(prompt.token_ids)
-        line: dict[str, Any] = {"key": key, "prompt": prompt_text, "reference": reference, "answer": answer}
-        has_boxes = has_objects or "bbox_2d" in reference  # other lists of four numbers are none
-        if has_boxes and (reference_boxes := boxes_in_text(reference, vision)):
+        thinks = answerer.encoder.begins_by_thinking(prompt)
+        reference = split_thinking(answerer.decode(reference_tokens), thinks).answer_text
+        answer, text = answerer.answer(prompt)[0].answer_text, answerer.decode(prompt.token_ids)
+        line: dict[str, Any] = {"key": key, "prompt": text, "reference": reference, "answer": answer}
+        # Other lists of four numbers are no boxes.
+        reference_boxes = boxes_in_text(reference, vision) if has_objects or "bbox_2d" in reference else []
+        if reference_boxes:
             line["iou"] = compare_boxes(boxes_in_text(answer, vision), reference_boxes)
             ious += line["iou"]
         with naming_file(out_path), partial_path.open("a", encoding="utf-8") as out_file:

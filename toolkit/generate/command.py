@@ -11,7 +11,6 @@ from .options import GenerateOptions
 
 
 def generate(options: GenerateOptions) -> int:
-    """Answers the prompt or the data set. Returns the exit code."""
     config = parse_config(options.fields)
     if config.lora.adapter and (options.checkpoint / "config.json").is_file():
         raise UsageError(
@@ -23,7 +22,7 @@ def generate(options: GenerateOptions) -> int:
     from . import answers
 
     hf_dir = answers.exported_folder(options.checkpoint, config.model.hf)
-    limits = (options.max_new_tokens,) * 2 if options.max_new_tokens else answers.DEFAULT_LIMITS
+    limits = (options.max_new_tokens,) * 2 if options.max_new_tokens else (128, 2048)
     answerer = answers.Answerer(hf_dir, answers.with_trained_media(config.data, hf_dir), limits)
     if options.out is not None:
         if not config.data.path or config.data.is_synthetic:

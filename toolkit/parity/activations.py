@@ -53,7 +53,6 @@ class ActivationRecorder:
         self._hook_handles.append(module.register_forward_pre_hook(record_argument, with_kwargs=True))
 
     def remove_hooks(self) -> None:
-        """Removes the hooks. The recorded values stay."""
         for hook_handle in self._hook_handles:
             hook_handle.remove()
 
@@ -112,16 +111,15 @@ class MegatronActivationRecorder(ActivationRecorder):
                 for k, deepstack_merger in enumerate(tower.deepstack_mergers):
                     self.record_output(deepstack_merger, f"DeepStack merger {k}")
                 self.record_output(tower.merger, VISION_MERGER)
-            self._record_language_model(chunk, trainer.layout.chunk_layers(self.grid.pp_rank, number))
-
-    def _record_language_model(self, model_chunk: Any, layer_numbers: range) -> None:
-        for number, layer in zip(layer_numbers, model_chunk.language_model.decoder.layers, strict=True):
-            if number == 0:
-                self.record_input(layer, "embeddings")
-            self.record_output(layer, f"decoder layer {number}")
-        if model_chunk.post_process:
-            self.record_output(model_chunk.language_model.decoder.final_layernorm, "final norm")
-            self.record_output(model_chunk.language_model.output_layer, LOGITS)
+            layer_numbers = trainer.layout.chunk_layers(self.grid.pp_rank, number)
+            decoder = chunk.language_model.decoder
+            for i, layer in zip(layer_numbers, decoder.layers, strict=True):
+                if i == 0:
+                    self.record_input(layer, "embeddings")
+                self.record_output(layer, f"decoder layer {i}")
+            if chunk.post_process:
+                self.record_output(decoder.final_layernorm, "final norm")
+                self.record_output(chunk.language_model.output_layer, LOGITS)
 
     def compare(
         self, step_batch: StepBatch, row_lengths: list[int], reference_dir: Path, dtype: str

@@ -52,7 +52,6 @@ class ParityCase:
 
     name: str
     hf: str
-    """Hugging Face folder of the small model."""
     weights: str
     """Megatron weights of the model (in any layout)."""
     steps: list[list[list[str]]]
@@ -77,9 +76,7 @@ class ParityCase:
     """Parts to freeze: vision, merger, language."""
     recompute: dict[str, Any] = field(default_factory=dict)
     fp8: dict[str, Any] = field(default_factory=dict)
-    """Fields of :class:`~megatron_vl.config.Fp8Config`; without any, nothing is computed in FP8."""
     dtype: str = "float32"
-    """float32 or bfloat16."""
     aux_loss: float = 0.0
     """Coefficient of the experts' load-balancing loss, which ``transformers`` computes only on request."""
     samples: str = ""
@@ -96,15 +93,9 @@ class ParityCase:
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
-    """``model.attention``; the fused GPU kernels do not support float32."""
 
     @property
     def config(self) -> TrainConfig:
-        """The settings of a training in this layout."""
-        vision_config = VisionConfig(placement="decoupled") if self.decoupled else VisionConfig()
-        if self.patches:
-            vision_config = dataclasses.replace(vision_config, patches_a_call=self.patches)
-        parallel_fields = (field.name for field in dataclasses.fields(ParallelConfig))
         return TrainConfig(
             optimizer=ADAM_CONFIG,
             dtype=self.dtype,  # type: ignore[arg-type]
@@ -122,16 +113,17 @@ class ParityCase:
             ),
             lora=(MixedLora if "matrices" in self.lora else LoraConfig)(**self.lora),
             mtp=MtpConfig(**self.mtp),
-            vision=vision_config,
+            vision=VisionConfig(
+                placement="decoupled" if self.decoupled else VisionConfig.placement,
+                patches_a_call=self.patches or VisionConfig.patches_a_call,
+            ),
             recompute=RecomputeConfig(**self.recompute),
             fp8=Fp8Config(**self.fp8),
-            parallel=ParallelConfig(**{name: getattr(self, name) for name in parallel_fields}),
+            parallel=ParallelConfig(**{name: getattr(self, name) for name in ParallelConfig.__annotations__}),
         )
 
 
 class StepResults(Hook):
-    """Keeps the result of each step."""
-
     def __init__(self) -> None:
         self.results: list[StepResult] = []
 

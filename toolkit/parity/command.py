@@ -34,25 +34,23 @@ def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
     for heading in ("layout", "loss", "transformers", "errors", ""):
         table.add_column(heading, overflow="fold")
     for layout_text, result in parity_report["layouts"].items():
-        [step] = result.get("steps", [{}])
-        losses = [f"{step[name]:.6f}" if name in step else "" for name in ("loss", "reference")]
-        verdict = "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]"
-        table.add_row(layout_text, *losses, _errors_text(result), verdict)
+        row = ["", "", ""]
+        if "error" not in result:
+            [step] = result["steps"]
+            output, gradient = (
+                max(step["activations"], key=step["activations"].get),
+                next(iter(step["worst"])),
+            )
+            row = [
+                f"{step['loss']:.6f}",
+                f"{step['reference']:.6f}",
+                f"loss {step['loss_error']:.0e}, outputs {step['activations'][output]:.0e} ({output}),"
+                f" gradients {step['gradient_error']:.0e} ({gradient})",
+            ]
+        table.add_row(layout_text, *row, "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]")
     console.print(table)
     for layout_text, result in parity_report["layouts"].items():
         if "error" in result:
             console.print(f"[bold red]{layout_text}:[/] {result['error']}")
         elif departure := result["steps"][0]["departs"]:
             console.print(f"[bold red]{layout_text}: {departure} departs first[/]")
-
-
-def _errors_text(result: dict[str, Any]) -> str:
-    if "error" in result:
-        return ""
-    [step] = result["steps"]
-    worst_output = max(step["activations"], key=step["activations"].__getitem__)
-    worst_gradient = next(iter(step["worst"]))
-    return (
-        f"loss {step['loss_error']:.0e}, outputs {step['activations'][worst_output]:.0e} ({worst_output}),"
-        f" gradients {step['gradient_error']:.0e} ({worst_gradient})"
-    )

@@ -39,9 +39,6 @@ from .options import ParityOptions
 from .reference_job import ReferenceJob
 
 DEMO_CONVERSATIONS = ("astronaut", "two_images", "image_between_texts", "text_only")
-"""The demo conversations that are compared."""
-BYTES_PER_PARAMETER = 9.5
-"""What ``transformers`` needs on a GPU for a parameter of a released size: 66 GiB for Qwen2.5-VL-7B."""
 
 
 def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dict[str, Any]:
@@ -81,9 +78,10 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
         row_multiple = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
         num_rows = row_multiple * -(-2 // row_multiple)
         samples = prepare_samples(hf_dir, work_dir, num_rows)
-        num_tokens, device = sum(map(len, samples)), reference_device(hf_dir)
+        device = reference_device(hf_dir)
         print_line(
-            f"transformers on {len(samples)} conversations of {num_tokens} tokens, {options.dtype}, {device}"
+            f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens,"
+            f" {options.dtype}, {device}"
         )
         _run_reference(options, hf_dir, work_dir, device)
         case_fields = _case_fields(options, hf_dir, weights_dir, samples, num_rows, work_dir)
@@ -113,8 +111,8 @@ def reference_device(hf_dir: Path) -> str:
     if not torch.cuda.is_available():
         return "cpu"
     parameters = sum(file.stat().st_size for file in hf_dir.glob("*.safetensors")) / 2
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return "cuda" if BYTES_PER_PARAMETER * parameters <= memory else "cpu"
+    # What it needs for a parameter of a released size: 66 GiB for Qwen2.5-VL-7B.
+    return "cuda" if 9.5 * parameters <= torch.cuda.get_device_properties(0).total_memory else "cpu"
 
 
 def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path, device: str) -> None:
@@ -154,14 +152,13 @@ def prepare_samples(hf_dir: Path, work_dir: Path, least_samples: int) -> list[To
 
     Writes their ``conversations.json`` to ``work_dir``.
     """
-    media_root = work_dir / "raw" / "media"
-    raw_records = json.loads(write_raw_data(work_dir / "raw").read_text())
-    records = [record for record in raw_records if record["id"] in DEMO_CONVERSATIONS]
+    records = json.loads(write_raw_data(work_dir / "raw").read_text())
+    records = [record for record in records if record["id"] in DEMO_CONVERSATIONS]
     conversations = []
     # Every row of the step needs a sample, so they are repeated if there are fewer.
     for record in itertools.islice(itertools.cycle(records), max(len(records), least_samples)):
         conversation = read_conversation(record)
-        images = [str(media_root / reference) for _, reference in conversation.media_references]
+        images = [str(work_dir / "raw" / "media" / name) for _, name in conversation.media_references]
         conversations.append({"messages": conversation.messages, "images": images})
     conversations_path = work_dir / "conversations.json"
     conversations_path.write_text(json.dumps(conversations))
@@ -227,8 +224,8 @@ def run_layouts(
         arguments: list[str | Path] = [cases_path, results_path, platform]
         group = run_group("toolkit.parity.worker", arguments, world_size, on_cpu=platform == "cpu")
         # The worker writes after each case, so a crash loses only that case and later ones.
-        written_results = json.loads(results_path.read_text()) if results_path.exists() else {}
         why = f"the processes ended before this layout:\n{last_output_lines(group)}"
-        for case in cases:
-            results[case.name] = written_results.get(case.name, {"ok": False, "error": why})
+        results |= {case.name: {"ok": False, "error": why} for case in cases}
+        if results_path.exists():
+            results |= json.loads(results_path.read_text())
     return {layout.layout_text: results[layout.layout_text] for layout in options.layout_specs}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -20,32 +22,28 @@ class ErrorSums[Key: Hashable]:
     """The errors of tensors by key. Each rank adds those of its own parts."""
 
     def __init__(self) -> None:
-        self.sums: dict[Key, tuple[float, float, int]] = {}
-        """Squared norms of the difference and of what is expected, in float64, and number of elements."""
+        self.sums: dict[Key, NDArray[np.float64]] = {}
+        """Squared norms of the difference and of what is expected, and number of elements."""
 
     def add(self, key: Key, actual_part: Tensor, expected_part: Tensor, numel: int | None = None) -> None:
         """Adds a part, which stands for ``numel`` elements; None: for its own."""
         expected_part = expected_part.double()
         difference = actual_part.double() - expected_part
         squares = float(difference.square().sum()), float(expected_part.square().sum())
-        self._add_sums(key, (*squares, actual_part.numel() if numel is None else numel))
-
-    def _add_sums(self, key: Key, sums: tuple[float, float, int]) -> None:
-        difference, scale, numel = self.sums.get(key, (0.0, 0.0, 0))
-        self.sums[key] = (difference + sums[0], scale + sums[1], numel + sums[2])
+        part = np.array([*squares, actual_part.numel() if numel is None else numel])
+        self.sums[key] = self.sums.get(key, 0.0) + part
 
     def gather(self) -> None:
         """Adds the parts of all other ranks. Collective."""
-        sums_by_rank: list[dict[Key, tuple[float, float, int]]] = [{}] * dist.get_world_size()
+        sums_by_rank: list[dict[Key, NDArray[np.float64]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(sums_by_rank, self.sums)
         self.sums = {}
-        for rank_sums in sums_by_rank:
-            for key, sums in rank_sums.items():
-                self._add_sums(key, sums)
+        for key, part in (item for sums in sums_by_rank for item in sums.items()):
+            self.sums[key] = self.sums.get(key, 0.0) + part
 
     def error(self, key: Key, numel: int) -> float:
         """The :func:`relative_error` of a tensor of ``numel`` elements; infinite if parts are missing."""
-        difference, scale, found_numel = self.sums.get(key, (0.0, 0.0, 0))
+        difference, scale, found_numel = self.sums.get(key, np.zeros(3)).tolist()
         if found_numel != numel or not math.isfinite(difference):
             return math.inf
         return math.sqrt(difference / (scale or 1.0))

@@ -11,14 +11,6 @@ from megatron_vl.system.errors import UserError
 from toolkit.common.layouts import LAYOUT_GRAMMAR, LayoutSpec, parse_layouts
 from toolkit.common.options import CommandOptions, option
 
-MEMORY_NOTES = """
-Memory. transformers runs first and alone, in float32, on a GPU that holds it and otherwise on CPU. It needs
-8 bytes per parameter for weights and gradients, and activations without recomputation. Then each rank of a
-layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own. A 7B model needs 66 GiB for
-transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients go through files in the temporary folder
-(TMPDIR), at most 8 bytes per parameter.
-"""
-
 
 @dataclass(kw_only=True)
 class ParityOptions(CommandOptions):
@@ -27,7 +19,14 @@ class ParityOptions(CommandOptions):
     Names the first layer that departs. Exit code 1 if a layout departs.
     """
 
-    epilog: ClassVar[str] = f"Layouts: {LAYOUT_GRAMMAR}.\n{MEMORY_NOTES}"
+    epilog: ClassVar[str] = f"""Layouts: {LAYOUT_GRAMMAR}.
+
+Memory. transformers runs first and alone, in float32, on a GPU that holds it and otherwise on CPU. It needs
+8 bytes per parameter for weights and gradients, and activations without recomputation. Then each rank of a
+layout holds 8 bytes (float32) or 6 bytes (bfloat16) per parameter of its own. A 7B model needs 66 GiB for
+transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients go through files in the temporary folder
+(TMPDIR), at most 8 bytes per parameter.
+"""
 
     hf: str = option(metavar="HF")
     """Hugging Face checkpoint folder; or a family such as qwen2_5_vl, of which a small model with random

@@ -28,9 +28,6 @@ from megatron_vl.system.errors import UserError
 from megatron_vl.system.json_files import write_json
 from toolkit.common.hf_loading import SAFE_LOADING_ARGUMENTS, load_hf_model
 
-RANDOM_B_SCALE = 0.1
-"""Size of what random adapters add, relative to what their matrices compute. New ones would add nothing."""
-
 
 def load_hf_for_training(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """Loads the Hugging Face model with SDPA attention, in training mode (Qwen-VL has no dropout)."""
@@ -70,10 +67,10 @@ def hf_inputs(
                 model_inputs["second_per_grid_ts"] = torch.tensor(grid_seconds)
 
     if any(item.grid_thw.kind == "video" for item in all_media):  # int64 [3, sample, longest length]
-        positions = []
-        for sample in samples:
-            grids = [item.grid_thw for item in sample.media_items]
-            positions.append(mrope_positions(sample.token_ids, grids, spec).T)
+        positions = [
+            mrope_positions(sample.token_ids, [item.grid_thw for item in sample.media_items], spec).T
+            for sample in samples
+        ]
         model_inputs["position_ids"] = _pad_on_right(positions).permute(2, 0, 1)
     return {name: value.to(device) for name, value in model_inputs.items()}
 
@@ -121,8 +118,7 @@ def backward_mean_loss(
         logits = model(**model_inputs, use_cache=False).logits[:, :-1].flatten(0, 1).float()
         labels = model_inputs["input_ids"][:, 1:].flatten()
         loss_mask = _pad_on_right([sample.loss_mask for sample in batch])[:, 1:].flatten()
-        token_losses = F.cross_entropy(logits, labels, reduction="none")
-        batch_loss = (token_losses * loss_mask.to(device)).sum()
+        batch_loss = (F.cross_entropy(logits, labels, reduction="none") * loss_mask.to(device)).sum()
         (batch_loss / loss_token_count).backward()
         total_loss += float(batch_loss.detach())
 
@@ -131,10 +127,10 @@ def backward_mean_loss(
 
 def gradients_by_name(model: torch.nn.Module) -> dict[str, Tensor]:
     """The gradient of each parameter that has one to compute; zeros where no sample reached it."""
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     return {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
-        for name, weight in trained.items()
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
     }
 
 
@@ -168,10 +164,9 @@ def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapt
         raise UserError(f"--lora compares with peft ({error}): pip install peft") from error
     if not adapter_dir.exists():
         targets = target_settings(released_matrices(spec), spec)
-        lora_config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **targets)
-        peft_model = peft.get_peft_model(model, lora_config)
-        generator = torch.Generator().manual_seed(0)
-        b_scale = RANDOM_B_SCALE / rank**0.5
+        peft_model = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, **targets))
+        # They add a tenth of what their matrices compute; new ones would add nothing.
+        generator, b_scale = torch.Generator().manual_seed(0), 0.1 / rank**0.5
         for name, parameter in peft_model.named_parameters():
             if ".lora_B." in name:
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * b_scale)
@@ -186,10 +181,8 @@ def write_adapter_gradients(
     """Converts the gradients of all factors, in fp32, as if they were the adapters of a PEFT folder."""
     from peft import get_peft_model_state_dict
 
-    gradients = {name: tensor.float().cpu() for name, tensor in gradients_by_name(peft_model).items()}
-    stored = get_peft_model_state_dict(peft_model, state_dict=gradients)
+    gradients = {n: tensor.float().cpu().contiguous() for n, tensor in gradients_by_name(peft_model).items()}
     with tempfile.TemporaryDirectory(prefix="parity-gradients-") as folder:
         shutil.copy(adapter_dir / ADAPTER_CONFIG_FILE, folder)
-        contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
-        save_file(contiguous, Path(folder) / ADAPTER_FILE)
+        save_file(get_peft_model_state_dict(peft_model, state_dict=gradients), Path(folder) / ADAPTER_FILE)
         convert_adapter(folder, hf_dir, weights_dir)

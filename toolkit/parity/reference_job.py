@@ -51,10 +51,7 @@ from .tolerances import PIXEL_TOLERANCE
 
 @dataclass
 class ReferenceJob:
-    """One reference."""
-
     hf: str
-    """Hugging Face checkpoint folder."""
     out: str
     """Folder for ``reference.json``, ``activations.safetensors`` and the Megatron weights ``gradients``."""
     dtype: str = "float32"
@@ -107,17 +104,24 @@ def write_reference(job: ReferenceJob, samples: list[TokenizedSample]) -> None:
     out = Path(job.out)
     loss, outputs = _run_transformers(job, samples, torch.float32, out / "gradients")
     save_file(outputs, out / "activations.safetensors")
-    facts: dict[str, Any] = {"loss": loss, "order": list(outputs)}
-    facts |= {"gradient_noise": {}, "activation_noise": {}}
+    facts: dict[str, Any] = {
+        "loss": loss,
+        "order": list(outputs),
+        "gradient_noise": {},
+        "activation_noise": {},
+    }
     if job.dtype == "bfloat16":
         gc.collect()  # frees the first model
         facts["loss"], bf16_outputs = _run_transformers(job, samples, torch.bfloat16, out / "bf16")
-        for location, output in bf16_outputs.items():
-            facts["activation_noise"][location] = relative_error(output, outputs[location])
+        facts["activation_noise"] = {
+            location: relative_error(output, outputs[location]) for location, output in bf16_outputs.items()
+        }
         exact, rounded = (WeightReader(out / name, takes_lora=True) for name in ("gradients", "bf16"))
-        for name in exact.tensor_names():
-            facts["gradient_noise"][name] = relative_error(rounded.read_shard(name), exact.read_shard(name))
-    (Path(job.out) / "reference.json").write_text(json.dumps(facts))
+        facts["gradient_noise"] = {
+            name: relative_error(rounded.read_shard(name), exact.read_shard(name))
+            for name in exact.tensor_names()
+        }
+    (out / "reference.json").write_text(json.dumps(facts))
 
 
 def _run_transformers(

@@ -25,8 +25,6 @@ from megatron_vl.training.resolve import find_source_checkpoint
 from .options import PlanOptions
 from .print_plan import Plan, print_plan
 
-LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
-
 
 def plan(options: PlanOptions) -> int:
     """Returns 0, or 1 if the run's own layout, or every layout, does not fit."""
@@ -91,10 +89,10 @@ def _host_gib(options: PlanOptions) -> float:
 def _sets_layout(parallel_config: ParallelConfig, given_words: list[str]) -> bool:
     """Whether a run sets a layout. A default value counts if it stands on the command line."""
     given = {word.partition("=")[0] for word in given_words}
-    values = {name: getattr(parallel_config, name) for name in LAYOUT_FIELDS}
     return any(
         value != "auto" and (f"--parallel.{name}" in given or value != getattr(ParallelConfig(), name))
-        for name, value in values.items()
+        for name, value in vars(parallel_config).items()
+        if name not in ("sequence_parallel", "distributed_optimizer")
     )
 
 
@@ -104,17 +102,16 @@ def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> st
     remedy = "lower data.seq_len or data.max_patches"
     if part in ("weights", "gradients", "optimizer") and not request.config.lora.rank:
         remedy = "train adapters (--lora.rank 16)"
-    layout_text = describe_layout(smallest.config, smallest.layout, smallest.dp)
     return (
         f"no layout of {request.world_size} {request.gpu.name} fits {request.spec.family} with rows of"
-        f" {request.config.data.seq_len} tokens: the smallest, {layout_text}, takes"
+        f" {request.config.data.seq_len} tokens: the smallest,"
+        f" {describe_layout(smallest.config, smallest.layout, smallest.dp)}, takes"
         f" {smallest.peak_gib:.0f} of {request.gpu.memory_gib:.0f} GiB, of which {part}"
         f" {fullest.as_json()[part]:.0f}: take more GPUs, or {remedy}"
     )
 
 
 def plan_as_json(found: Plan) -> dict[str, Any]:
-    """What ``--json`` prints."""
     request = found.request
     return {
         "family": request.spec.family,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
+
+from rich.table import Table
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.gpus import reserve_gib
@@ -19,8 +22,6 @@ from toolkit.common.memory_table import memory_table, wide_console
 
 @dataclass(frozen=True)
 class Plan:
-    """The request, and the layouts that were found."""
-
     request: SearchRequest
     own: RunPrediction | None
     """The layout that the run sets, if it sets one."""
@@ -39,11 +40,10 @@ def print_plan(found: Plan) -> None:
     request, chosen = found.request, found.chosen
     gpu, rows = request.gpu, chosen.rows
     parameter_count, trained_count = count_parameters(request.config, request.spec)
-    gpu_text = gpu.name if gpu.is_measured else f"{gpu.name} (not measured)"
     print(
         f"{request.spec.family}, {count_text(parameter_count)} parameters, on {request.world_size} x"
-        f" {gpu_text}, rows of {request.config.data.seq_len} tokens,"
-        f" {pluralize(request.config.global_batch_size, 'row')} a step"
+        f" {gpu.name}{'' if gpu.is_measured else ' (not measured)'}, rows of"
+        f" {request.config.data.seq_len} tokens, {pluralize(request.config.global_batch_size, 'row')} a step"
     )
     if trained := trained_text(parameter_count, trained_count):
         print(trained)
@@ -58,15 +58,12 @@ def print_plan(found: Plan) -> None:
         print(line)
 
 
-def _layout_table(found: Plan) -> Any:
-    from rich.table import Table
-
+def _layout_table(found: Plan) -> Table:
     table = Table("layout", "s a step", "tokens/s", "MFU", "GiB", "stages wait", title="Layouts that fit")
     for prediction in (*([found.own] if found.own else []), *found.fitting):
         text = describe_layout(prediction.config, prediction.layout, prediction.dp)
         if prediction is found.own:
-            fits_text = "" if found.request.fits(prediction) else ", does not fit"
-            text = f"the run's own{fits_text}: {text}"
+            text = f"the run's own{'' if found.request.fits(prediction) else ', does not fit'}: {text}"
         table.add_row(
             text,
             f"{prediction.step_seconds:.2f}",
@@ -86,8 +83,8 @@ def _memory_lines(found: Plan) -> list[str]:
         " stay free"
     ]
     if chosen.host_gib:
-        limit_text = f"of {request.host_gib:.1f} " * (request.host_gib < math.inf)
-        lines.append(f"host memory: {chosen.host_gib:.1f} {limit_text}GiB for each GPU of the fullest stage")
+        limit = f"of {request.host_gib:.1f} " * (request.host_gib < math.inf)
+        lines.append(f"host memory: {chosen.host_gib:.1f} {limit}GiB for each GPU of the fullest stage")
     if not request.fits(chosen):
         advice = "nothing else fits either"
         if found.fitting:
@@ -99,11 +96,12 @@ def _memory_lines(found: Plan) -> list[str]:
 def run_options(prediction: RunPrediction, base: TrainConfig) -> str:
     """A layout as options of ``train``, as far as it differs from the run ``base``: ``--parallel.pp 2``."""
     config = with_split(prediction.config, prediction.layout)
-    words = []
-    for section in ("parallel", "recompute", "optimizer", "vision"):
-        values, base_values = vars(getattr(config, section)), vars(getattr(base, section))
-        changed = {name: value for name, value in values.items() if value != base_values[name]}
-        words += [f"--{section}.{name} {_command_line_value(value)}" for name, value in changed.items()]
+    words = [
+        f"--{section}.{name} {_command_line_value(value)}"
+        for section in ("parallel", "recompute", "optimizer", "vision")
+        for name, value in vars(getattr(config, section)).items()
+        if value != getattr(getattr(base, section), name)
+    ]
     if config.global_batch_size != base.global_batch_size:
         words.append(f"--global_batch_size {config.global_batch_size}")
     return " ".join(words) or "the run as it is"
@@ -111,5 +109,5 @@ def run_options(prediction: RunPrediction, base: TrainConfig) -> str:
 
 def _command_line_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     return str(value).replace(" ", "").replace("'", "")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
@@ -20,9 +22,62 @@ from megatron_vl.system.signals import exit_on_signals, hide_native_warnings, re
 from megatron_vl.weights.run_folder import export_dir_path, find_latest_checkpoint
 from toolkit.common.launch import GPU_ENVIRONMENT, single_rank_variables, usable_gpus
 
-from .launch_environment import TORCHRUN_VARIABLES, LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
 from .prepare import as_converted, is_records, prepare_run, records_file, with_run_dir
+
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """Facts that the launcher (torchrun, Slurm or none) gives the command."""
+
+    is_rank: bool = False
+    """Whether another program has started one process per rank, and this is one of them."""
+    rank_variables: Mapping[str, str] = field(default_factory=dict)
+    """The variables that torchrun would have set, if Slurm started the ranks."""
+    nnodes: int = 1
+    master_addr: str = ""
+    master_port: int = 29500
+    job_id: str = "megatron-vl"
+
+
+def read_launch_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
+    """Reads torchrun's variables, then those of a Slurm step (``srun``).
+
+    A step with more tasks than nodes has one task per rank. A step with one task per node starts the ranks of
+    its node. A batch script without ``srun`` is not in a step and counts as a shell on that node.
+    """
+    if all(name in environ for name in TORCHRUN_VARIABLES):
+        return LaunchEnvironment(is_rank=True)
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return LaunchEnvironment()
+
+    task_count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
+    node_count = int(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or 1)
+    job_id = environ.get("SLURM_JOB_ID", "0")
+    master_addr = first_host(
+        environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "localhost"
+    )
+    master_port = 20000 + int(job_id) % 10000  # two jobs on one node get different ports
+    if task_count <= node_count:
+        return LaunchEnvironment(False, {}, node_count, master_addr, master_port, job_id)
+    rank_variables = {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": str(task_count),
+        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(-(-task_count // node_count)),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or master_addr,
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(master_port),
+    }
+    return LaunchEnvironment(is_rank=True, rank_variables=rank_variables)
+
+
+def first_host(nodelist: str) -> str:
+    """Returns the first host of a Slurm list, such as ``gpu003`` for ``gpu[003-006,010],login1``."""
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
+    assert match is not None  # all parts may be empty
+    return "".join(match.groups(""))
 
 
 def train(options: TrainOptions) -> int:
@@ -42,9 +97,8 @@ def train(options: TrainOptions) -> int:
         _check_files(_read_config(run_args), options)
         from .dry_run import show_dry_run
 
-        nnodes = options.nnodes or launch_environment.nnodes
         with as_converted(run_args, _read_config(run_args), options) as config:
-            show_dry_run(config, options.nproc_per_node, nnodes)
+            show_dry_run(config, options.nproc_per_node, options.nnodes or launch_environment.nnodes)
         return 0
 
     if not launch_environment.is_rank:
@@ -133,7 +187,7 @@ def _prepare_launch(
     """
     config = _read_config(run_args)
     nnodes = options.nnodes or launch_environment.nnodes
-    rendezvous_arguments = _rendezvous_arguments(options, launch_environment, nnodes)
+    meeting = _rendezvous_arguments(options, launch_environment, nnodes)
     is_first_node = _is_first_node(options, launch_environment)
     _check_files(config, options, needs_records=is_first_node)
     ranks_per_node = options.nproc_per_node or usable_gpus() or 1
@@ -148,8 +202,7 @@ def _prepare_launch(
         os.environ.setdefault(name, value)
     if nnodes * ranks_per_node == 1:
         return None, run_args
-    launcher_arguments = ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node)]
-    return [*launcher_arguments, *rendezvous_arguments], run_args
+    return ["--nnodes", str(nnodes), "--nproc-per-node", str(ranks_per_node), *meeting], run_args
 
 
 def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: bool = True) -> None:
@@ -157,10 +210,10 @@ def _check_files(config: TrainConfig, options: TrainOptions, *, needs_records: b
     if is_records(config.data.path):
         if needs_records and not records_file(Path(str(config.data.path))).exists():
             advice = "; `megatron-vl data convert --input FILE FILE --out DIR` makes several one data set"
-            several = "," in str(config.data.path)
-            raise RunConfigError(f"data.path {config.data.path} does not exist{advice * several}")
-        evaluates = config.eval.interval or config.eval.answers
-        if evaluates and config.eval.split == "val" and not options.val_fraction:
+            advice *= "," in str(config.data.path)
+            raise RunConfigError(f"data.path {config.data.path} does not exist{advice}")
+        needs_val = (config.eval.interval or config.eval.answers) and config.eval.split == "val"
+        if needs_val and not options.val_fraction:
             raise RunConfigError(
                 "evaluation needs samples that are set aside: give --val-fraction, such as 0.1"
             )
@@ -211,6 +264,5 @@ def _rendezvous_arguments(
             f"this node's own name, {own_name}, leads to no address ({error}), and torch's launcher and Gloo "
             "need one: add the name to /etc/hosts"
         ) from error
-    rendezvous_port = given_port or launch_environment.master_port
-    endpoint_arguments = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{rendezvous_host}:{rendezvous_port}"]
-    return [*endpoint_arguments, "--rdzv-id", launch_environment.job_id]
+    endpoint = f"{rendezvous_host}:{given_port or launch_environment.master_port}"
+    return ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", launch_environment.job_id]

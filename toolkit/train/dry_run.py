@@ -26,28 +26,24 @@ def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int) -
     if local_gpus and config.platform != "cpu":
         host_gib = host_memory.available_bytes() / host_memory.GIB / ranks_per_node
         machine_memory = MachineMemory((local_gpu() or find_gpu()).memory_gib, host_gib)
-    resolved_run = resolve_run(config, nnodes * ranks_per_node, machine_memory)
-    _print_run(resolved_run, nnodes * ranks_per_node)
+    world_size = nnodes * ranks_per_node
+    _print_run(resolve_run(config, world_size, machine_memory), world_size)
 
 
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
-    """Number of ranks per node if none is given: as few as the layout needs."""
-    parallel_config = config.parallel
+    p = config.parallel
     # Dense and expert ranks must both divide the ranks of a stage.
-    stage_ranks = math.lcm(parallel_config.tp * parallel_config.cp, parallel_config.ep * parallel_config.etp)
-    return max(1, -(-parallel_config.pp * stage_ranks // nnodes))
+    return -(-p.pp * math.lcm(p.tp * p.cp, p.ep * p.etp) // nnodes)
 
 
 def stage_contents(layout: Layout, pipeline_stage: int) -> list[str]:
-    """The contents of a stage, in the order of the model."""
-    stage_contents = ["vision tower"] if pipeline_stage == 0 or layout.decoupled else []
-    stage_contents += ["embedding"] if pipeline_stage == 0 else []
-    for chunk_index in range(layout.vpp):
-        layers = list(layout.chunk_layers(pipeline_stage, chunk_index))
-        chunk = f" (chunk {chunk_index})" if layout.vpp > 1 else ""
-        if layers:
-            stage_contents.append(f"decoder layers {layers[0]} to {layers[-1]}{chunk}")
-    return stage_contents + (["output layer and loss"] if pipeline_stage == layout.pp - 1 else [])
+    is_first, is_last = pipeline_stage == 0, pipeline_stage == layout.pp - 1
+    contents = ["vision tower"] * (is_first or layout.decoupled) + ["embedding"] * is_first
+    for chunk in range(layout.vpp):
+        if layers := layout.chunk_layers(pipeline_stage, chunk):
+            chunk_text = f" (chunk {chunk})" if layout.vpp > 1 else ""
+            contents.append(f"decoder layers {layers[0]} to {layers[-1]}{chunk_text}")
+    return contents + ["output layer and loss"] * is_last
 
 
 def _pass_text(resolved_run: ResolvedRun) -> str:
@@ -71,18 +67,16 @@ def _pass_text(resolved_run: ResolvedRun) -> str:
 def _print_run(run: ResolvedRun, world_size: int) -> None:
     config, spec, layout = run.config, run.spec, run.layout
     prediction = predict_layout(config, spec, world_size, layout, local_gpu())
-    sizes = layout.as_dict() | {"dp": run.dp}
     print(f"{spec.family} on {pluralize(world_size, 'rank')}")
     if trained := trained_text(*count_parameters(config, spec)):
         print(trained)
     sequence_text = ", sequence parallel" if config.parallel.sequence_parallel else ""
-    print(f"layout: {layout_sizes_text(sizes)}{sequence_text}")
+    print(f"layout: {layout_sizes_text(layout.as_dict() | {'dp': run.dp})}{sequence_text}")
     for stage in range(layout.pp):
         print(f"  stage {stage}: {', '.join(stage_contents(layout, stage))}")
     if run.source_checkpoint:
-        step = run.source_checkpoint.step
         of_steps = f" of {config.steps}" if config.steps else ""
-        print(f"start: after step {step}{of_steps}, from {config.checkpoint.dir}")
+        print(f"start: after step {run.source_checkpoint.step}{of_steps}, from {config.checkpoint.dir}")
     print(
         f"step: {pluralize(config.global_batch_size, 'row')},"
         f" {config.global_batch_size * config.data.seq_len:,} tokens,"
@@ -101,8 +95,10 @@ def _print_run(run: ResolvedRun, world_size: int) -> None:
         print(f"fits: {', '.join(fits) or 'none of ' + ', '.join(gib_by_gpu)}")
         if prediction.host_gib:
             print(f"host memory: {prediction.host_gib:.1f} GiB for each rank of the fullest stage")
-        speed = f"{prediction.step_seconds:.2f} s a step, {prediction.tokens_per_second:,.0f} tokens/s"
         gpu = prediction.gpu.name + ("" if prediction.gpu.is_measured else " (not measured)")
-        print(f"estimated on {gpu} with image rows: {speed} at {prediction.mfu:.0%} MFU")
+        print(
+            f"estimated on {gpu} with image rows: {prediction.step_seconds:.2f} s a step,"
+            f" {prediction.tokens_per_second:,.0f} tokens/s at {prediction.mfu:.0%} MFU"
+        )
     for note in run.run_notes:
         print(note)

@@ -6,6 +6,7 @@ It downloads a model that is given by name, and converts conversations that are 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 import sys
@@ -32,13 +33,8 @@ if TYPE_CHECKING:
 
 SOURCE_FILE = "source.json"
 """In the data set's folder: the files that it was converted from."""
-WAIT_S = 30
-"""Seconds between two lines of a node that waits for the data set."""
 ROW_TOKENS = (2048, 32768)
 """Smallest and largest row that is chosen by the sizes of samples."""
-ROW_MULTIPLE = 256
-FIRST_RECORDS = (0, 99_999)
-"""The part of the records that stands for all before they are converted: 256, or so many of 25 million."""
 
 
 def prepare_run(
@@ -103,8 +99,8 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
         RunConfigError, ConvertError: as :func:`convert_once` raises them.
     """
     if is_hub_name(config.model.hf):
-        hf_dir = download_model(config.model.hf, local_files_only=True)
-        config = replace(config, model=replace(config.model, hf=hf_dir))
+        model = replace(config.model, hf=download_model(config.model.hf, local_files_only=True))
+        config = replace(config, model=model)
     if not is_records(config.data.path):
         yield config
         return
@@ -113,16 +109,17 @@ def as_converted(run_args: list[str], config: TrainConfig, options: RecordOption
         if not _was_converted(records_path, dataset_dir, options):
             from data_tools.convert import convert_dataset
 
-            conversion = options.conversion_options([records_path], Path(folder), part=FIRST_RECORDS)
+            # 256 records, or so many of 25 million.
+            conversion = options.conversion_options([records_path], Path(folder), part=(0, 99_999))
             report, dataset_dir = convert_dataset([records_path], conversion), conversion.dataset_dir
-            first = pluralize(report.records, "record")
-            _print_progress(f"{records_path} is not converted yet; what follows holds for its first {first}")
+            note = f"{records_path} is not converted yet; what follows holds for its first"
+            _print_progress(f"{note} {pluralize(report.records, 'record')}")
             if refusals := _report_records(report, conversion):
                 raise RunConfigError(refusals)
         config = replace(config, data=replace(config.data, path=str(dataset_dir)))
         if "data.seq_len" not in stated_fields(run_args):
-            row_length = _read_source(dataset_dir).get("seq_len") or choose_row_length(config)
-            config = replace(config, data=replace(config.data, seq_len=row_length))
+            seq_len = _read_source(dataset_dir).get("seq_len") or choose_row_length(config)
+            config = replace(config, data=replace(config.data, seq_len=seq_len))
         yield config
 
 
@@ -225,37 +222,38 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
         return ""
 
     refusals = f"{report.quarantined_records} of {all_records} cannot be used, the first one being"
-    refusals = f"{refusals} {first_refusal(conversion.dataset_dir)}"
+    refusals += f" {first_refusal(conversion.dataset_dir)}"
     if conversion.part[1] == 1:
         refusals += f". {conversion.dataset_dir / 'quarantine.jsonl'} lists them"
     if report.samples and report.quarantined_records <= MAX_QUARANTINED * report.records:
         _print_progress(refusals)
         return ""
-    roots_text = ""
+    refusals += ". Correct them and start again"
     if any(MISSING in counts for counts in report.refused.values()):
         folders = " and ".join(map(str, conversion.roots.folders))
-        roots_text = f", or give another folder than {folders} with --media-root"
-    advice = "`megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder is a"
-    advice = f". {advice} data.path too" if report.samples else ""
-    return f"{refusals}. Correct them and start again{roots_text}{advice}"
+        refusals += f", or give another folder than {folders} with --media-root"
+    if report.samples:
+        refusals += ". `megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder"
+        refusals += " is a data.path too"
+    return refusals
 
 
 def _files(records_path: Path) -> list[Path]:
-    """The files of records, and the index that names them."""
     path = records_file(records_path)
-    index_files = [path] if path.name == INDEX_FILE else []
-    return index_files + [file.path for file in find_input_files([records_path])]
+    return [path] * (path.name == INDEX_FILE) + [file.path for file in find_input_files([records_path])]
 
 
 def records_file(records_path: Path) -> Path:
     """The path without the data sets that ``dataset_info.json:NAME,NAME`` chooses."""
-    file_name = records_path.name.partition(":")[0]
-    return records_path.with_name(file_name) if file_name == INDEX_FILE else records_path
+    is_index = records_path.name.startswith(f"{INDEX_FILE}:")
+    return records_path.with_name(INDEX_FILE) if is_index else records_path
 
 
 def _file_facts(records_path: Path) -> list[dict[str, Any]]:
-    stats = [(path.name, path.stat()) for path in _files(records_path)]
-    return [{"name": name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns} for name, stat in stats]
+    return [
+        {"name": path.name, "bytes": path.stat().st_size, "mtime_ns": path.stat().st_mtime_ns}
+        for path in _files(records_path)
+    ]
 
 
 def _digest(records_path: Path) -> str:
@@ -290,12 +288,10 @@ def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions
 
 
 def _read_source(dataset_dir: Path) -> dict[str, Any]:
-    """What :data:`SOURCE_FILE` says; empty if it does not exist."""
     try:
-        source: dict[str, Any] = json.loads((dataset_dir / SOURCE_FILE).read_text())
+        return json.loads((dataset_dir / SOURCE_FILE).read_text())
     except FileNotFoundError:
         return {}
-    return source
 
 
 def note_row_length(dataset_dir: Path, row_length: int) -> None:
@@ -311,14 +307,14 @@ def wait_for_dataset(dataset_dir: Path, needed: list[str]) -> None:
 
     A data set of which too much is unusable does not count: the first node is about to replace it.
     """
-    waited = 0
-    while not all(map(_read_source(dataset_dir).get, needed)):
-        if waited % WAIT_S == 0:
+    for waited in itertools.count():
+        if all(map(_read_source(dataset_dir).get, needed)):
+            return
+        if waited % 30 == 0:
             _print_progress(
                 f"waiting for the first node, at --master-addr, to write {dataset_dir} ({waited} s)"
             )
         time.sleep(1)
-        waited += 1
 
 
 def choose_row_length(config: TrainConfig) -> int:
@@ -336,12 +332,10 @@ def choose_row_length(config: TrainConfig) -> int:
 
     spec = read_spec(config.model.hf)
     index_datasets(config.data, spec, config.model.hf, available_cores())
-    any_length = replace(config.data, seq_len=sys.maxsize)
-    statistics = count_statistics(open_encoder(any_length, spec, config.model.hf), config.model.hf)
+    encoder = open_encoder(replace(config.data, seq_len=sys.maxsize), spec, config.model.hf)
+    statistics = count_statistics(encoder, config.model.hf)
     statistics.check_usable()
-    tokens, _ = statistics.sample_quantity("tokens")
-    longest = int(tokens.max(initial=0))
-    least, most = ROW_TOKENS
-    row_length = min(max(-(-longest // ROW_MULTIPLE) * ROW_MULTIPLE, least), most)
+    longest = int(statistics.sample_quantity("tokens")[0].max(initial=0))
+    row_length = min(max(-(-longest // 256) * 256, ROW_TOKENS[0]), ROW_TOKENS[1])
     _print_progress(f"rows of {row_length:,} tokens; the longest sample has {longest:,}")
     return row_length

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megatron_vl.system.errors import UsageError
-from megatron_vl.system.plurals import pluralize
-
-from .options import (
-    ONE_RANK,
-    ConvertOptions,
-    ExportOptions,
-    MergeOptions,
-    SplitOptions,
-    VerifyOptions,
+from converters.add_tokens import add_tokens
+from converters.compare import compare_weights, verify_checkpoint_hashes
+from converters.convert import (
+    WeightsReport,
+    convert_weights,
+    export_adapter,
+    export_weights,
+    reshard_weights,
 )
+from megatron_vl.system.plurals import pluralize
+from megatron_vl.weights.run_folder import find_latest_checkpoint
 
-if TYPE_CHECKING:
-    from converters.convert import WeightsReport
+from .export_step import media_note
+from .options import ONE_RANK, ConvertOptions, ExportOptions, MergeOptions, SplitOptions, VerifyOptions
 
 SHOWN_DIFFERENCES = 10
-"""Number of differing tensors that `verify` names."""
 
 
 def convert(options: ConvertOptions) -> int:
-    """Converts Hugging Face weights to Megatron weights, or adds tokens."""
-    from converters.add_tokens import add_tokens
-    from converters.convert import convert_weights
-
     if options.add_tokens is not None:
-        if options.fields:
-            raise UsageError("--add-tokens writes a Hugging Face folder; leave out the layout")
         return _print_report(add_tokens(options.hf, options.add_tokens, options.out, force=options.force))
     return _print_report(
         convert_weights(options.hf, options.out, options.layout_arguments, force=options.force)
@@ -38,31 +29,18 @@ def convert(options: ConvertOptions) -> int:
 
 
 def split(options: SplitOptions) -> int:
-    """Writes Megatron weights in another layout; without a layout, as a single file."""
-    from converters.convert import reshard_weights
-
-    layout = options.layout_arguments or ONE_RANK
-    return _print_report(reshard_weights(options.checkpoint, options.out, layout, force=options.force))
+    return _print_report(
+        reshard_weights(
+            options.checkpoint, options.out, options.layout_arguments or ONE_RANK, force=options.force
+        )
+    )
 
 
 def merge(options: MergeOptions) -> int:
-    """Merges Megatron weights into unsplit ones."""
-    from converters.convert import reshard_weights
-
     return _print_report(reshard_weights(options.checkpoint, options.out, None, force=options.force))
 
 
 def export(options: ExportOptions) -> int:
-    """Exports Megatron weights to a Hugging Face folder, or the adapters of a run to a PEFT folder."""
-    from converters.convert import export_adapter, export_weights
-    from megatron_vl.weights.run_folder import find_latest_checkpoint
-
-    from .export_step import media_note
-
-    if options.adapter and options.merge:
-        raise UsageError("--adapter writes the adapters alone, --merge a whole model; give one of the two")
-    if options.adapter and options.fp8:
-        raise UsageError("--fp8 writes a whole model, --adapter the adapters alone; leave out one of the two")
     latest = find_latest_checkpoint(options.checkpoint)
     arguments = (latest.path if latest else options.checkpoint, options.hf, options.out)
     if options.adapter:
@@ -89,25 +67,21 @@ def _print_report(report: WeightsReport, original: str = "") -> int:
         experts = f", ep {layout.ep}, etp {layout.etp}" if max(layout.ep, layout.etp) > 1 else ""
         print(f"layout: tp {layout.tp}, pp {layout.pp}, vpp {layout.vpp}, layers {layers}{experts}")
 
-    notes = list(report.notes)
     if report.carried:
         treatment = "not converted: they are not trained, and an export copies them from the original folder"
         if original:
             treatment = "copied from the original folder as they are: they were not trained"
-        notes.insert(0, f"{report.carried} tensors of multi-token prediction (mtp.*) were {treatment}")
-    for (old, new), count in report.cast.items():
-        notes.append(f"{count} tensors were cast from {old} to the origin's {new}")
-    for name in report.skipped:
-        notes.append(f"{name} was not copied: weights that are not part of {original}'s safetensors index")
-    for note in notes:
+        print(f"note: {report.carried} tensors of multi-token prediction (mtp.*) were {treatment}")
+    for note in report.notes:
         print(f"note: {note}")
+    for (old, new), count in report.cast.items():
+        print(f"note: {count} tensors were cast from {old} to the origin's {new}")
+    for name in report.skipped:
+        print(f"note: {name} was not copied: weights that are not part of {original}'s safetensors index")
     return 0
 
 
 def verify(options: VerifyOptions) -> int:
-    """Compares two checkpoints, or weights with their hashes. Returns 1 if something differs."""
-    from converters.compare import compare_weights, verify_checkpoint_hashes
-
     result = compare_weights(options.a, options.b) if options.b else verify_checkpoint_hashes(options.a)
     differences = result.differences
     if not differences:
@@ -118,8 +92,7 @@ def verify(options: VerifyOptions) -> int:
             print(f"  {difference.name}: {difference.how}")
         if len(differences) > SHOWN_DIFFERENCES:
             print(f"  ... and {len(differences) - SHOWN_DIFFERENCES} more")
-        is_missing = all(difference.how.startswith("missing") for difference in differences)
-        if is_missing and len(differences) == result.tensors:
+        if len(differences) == result.tensors and all(each.how.startswith("missing") for each in differences):
             print("note: the two have no name in common; they are different models")
     if result.renamed:
         print(

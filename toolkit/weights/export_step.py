@@ -22,18 +22,11 @@ from megatron_vl.system.processes import end_with_parent
 from megatron_vl.weights.run_folder import unused_path
 from megatron_vl.weights.weight_reader import WeightReader
 
-EXPORT_THREADS = 2
-"""Few: the training comes first."""
-
 
 @dataclass
 class ExportJob:
-    """One export of one step."""
-
     checkpoint: str
-    """Step folder to export."""
     hf: str
-    """Hugging Face folder of origin."""
     out: str
     """Folder to write. If it exists, it was exported from other weights and is renamed."""
     parent: int
@@ -76,8 +69,7 @@ def export_step(export_job: ExportJob) -> None:
     durable_files.make_dirs(export_dir.parent)
     _check_free_space(export_job, writes_peft)
     if export_dir.exists():
-        earlier_dir = unused_path(export_dir.with_name(f"{export_dir.name}.earlier"))
-        durable_files.rename_path(export_dir, earlier_dir)
+        durable_files.rename_path(export_dir, unused_path(export_dir.with_name(f"{export_dir.name}.earlier")))
 
     export_facts = export_job.facts | {"weights": reader.manifest["digest"]}
     if writes_peft:
@@ -91,7 +83,7 @@ def export_step(export_job: ExportJob) -> None:
             export_job.hf,
             export_dir,
             merges_adapter=has_adapters,
-            workers=EXPORT_THREADS,
+            workers=2,  # the training comes first
             export_facts=export_facts,
         )
 
@@ -116,8 +108,9 @@ def _check_free_space(export_job: ExportJob, writes_peft: bool) -> None:
     size *= 1 if writes_peft or not is_fp8_folder(source_dir) else 2  # it is written in bfloat16
     next_size = 0
     if not export_job.is_last:  # the next checkpoint will be as large; a large run's has many thousand files
-        files = filter(Path.is_file, Path(export_job.checkpoint).rglob("*"))
-        next_size = sum(path.stat().st_size for path in files)
+        next_size = sum(
+            path.stat().st_size for path in Path(export_job.checkpoint).rglob("*") if path.is_file()
+        )
     free_bytes = shutil.disk_usage(Path(export_job.out).parent).free
     if free_bytes < size + next_size:
         raise UserError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megatron_vl.system.errors import UsageError
 from toolkit.common.options import CommandOptions, option
 
 SIZE_FIELDS = ("tp", "pp", "vpp", "ep", "etp")
@@ -59,6 +60,10 @@ class ConvertOptions(WeightOutputOptions, LayoutOptions):
     """Write a Hugging Face folder with these tokens more (one in each line) and a row for each token, instead
     of Megatron weights. An empty FILE only makes the number of rows one that parallel.tp divides."""
 
+    def check(self) -> None:
+        if self.add_tokens is not None and self.fields:
+            raise UsageError("--add-tokens writes a Hugging Face folder; leave out the layout")
+
 
 @dataclass(kw_only=True)
 class CheckpointOptions(WeightOutputOptions):
@@ -96,6 +101,13 @@ class ExportOptions(CheckpointOptions):
     fp8: bool = False
     """Write the decoder's matrices in FP8 with a scale for each block of 128 x 128, as vLLM reads the
     released *-FP8 folders. Blocks that are equal to those of a FP8 folder in --hf keep their bytes."""
+
+    def check(self) -> None:
+        if self.adapter and (self.merge or self.fp8):
+            raise UsageError(
+                f"--adapter writes the adapters alone, {'--merge' if self.merge else '--fp8'} a whole model;"
+                " give one of the two"
+            )
 
 
 @dataclass(kw_only=True)
