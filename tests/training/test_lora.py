@@ -87,8 +87,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 def test_lora_trains_alike_in_every_layout(hf, family: str, tmp_path: Path) -> None:
     """Losses within 1e-5, moments within 1e-4 of those of data parallelism; the base keeps every bit.
 
-    Merged weights give the same logits, in the second layout. Each layout then resumes what the one before has saved: factors,
-    master weights, moments and step counts, bit for bit.
+    Merged weights give the same logits, in the second layout. Each layout then resumes what the one before
+    has saved: factors, master weights, moments and step counts, bit for bit.
     """
     lora = dataclasses.asdict(mixed_lora(read_spec(hf), alpha=32.0, **LAYOUTS[family][0]))
     first_losses: list[float] = []
