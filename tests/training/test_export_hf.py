@@ -147,7 +147,8 @@ def test_export_that_leaves_no_room_for_the_next_checkpoint_is_named_and_stops_n
 # --- Within a training -------------------------------------------------------------------------------------
 
 
-TP2 = ["--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", "1"]
+QUICK = ["--data.num_workers", "0"]
+TP2 = [*QUICK, "--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", "1"]
 
 
 @pytest.mark.ranks
@@ -186,6 +187,7 @@ def test_finished_run_makes_up_for_its_last_export(prepared: dict[str, Path]) ->
     """Asked for after the end of the run, or lost by a kill: the same command again is enough."""
     run = prepared["folder"] / "afterwards"
     export = ["--checkpoint.export_hf", "last"]
-    _, said = trainings(prepared, (run, ["--steps", "3"]), (run, ["--steps", "3", *export]))
+    words = [*QUICK, "--steps", "3"]
+    _, said = trainings(prepared, (run, words), (run, [*words, *export]))
     assert "nothing to do" in said and "step 3 is exported" in said
     assert names(run / "hf") == ["step_00000003"]

@@ -392,7 +392,7 @@ def saved(folder: Path, step: int) -> dict[str, str]:
     return state | {"weights": facts["weights"]}
 
 
-CONSTANT = ("--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0")
+CONSTANT = tuple("--optimizer.schedule constant --optimizer.warmup_steps 0 --data.num_workers 0".split())
 TP2 = ("--parallel.tp", "2", "--parallel.sequence_parallel", "true")
 BF16 = ("--optimizer.moments_dtype", "bfloat16")
 

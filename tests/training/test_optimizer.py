@@ -122,8 +122,8 @@ def test_gradients_are_divided_and_clipped_in_one_multiplication(hf) -> None:
     buffers.
     """
     scale_gradients = optimizer_module._scale_gradients
-    for moments_dtype in ("float32", "bfloat16"):
-        for clip_grad in (0.0, 1e-3, 1e6):
+    for moments_dtype, clip_grads in (("float32", (1e-3, 1e6)), ("bfloat16", (0.0, 1e-3))):
+        for clip_grad in clip_grads:
             optimizer_module._scale_gradients = scale_gradients
             trainer = tiny_trainer(hf, clip_grad=clip_grad, moments_dtype=moments_dtype)
             twin, rows, sums = trainer.again(), trainer.batches.next_batch().rows, []

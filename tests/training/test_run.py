@@ -62,6 +62,7 @@ def test_export_with_the_text_rules_of_another_folder_is_refused(prepared, whole
     export_weights(prepared["weights"], folder, tmp_path / "out")  # which no run has trained
 
 
+QUICK = ["--data.num_workers", "0"]
 EVALUATION = ["--eval.interval", "3", "--eval.rows", "3"]
 EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 """What only training may change."""
@@ -86,7 +87,7 @@ def test_run_evaluates_at_its_steps_once(resumed: Path) -> None:
 def test_validation_is_that_of_transformers_in_every_layout(prepared, resumed) -> None:
     """Compares the loss over the rows' samples on four ranks (TP and PP) and two (DP and CP)."""
     run = prepared["folder"] / "evaluated_dp2"
-    still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
+    still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1", *QUICK]
     trained(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
     shared = prepared["folder"] / "evaluated_cp2"
     context = ["--parallel.cp", "2"]
@@ -131,7 +132,7 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
 
 def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, Path], tmp_path: Path) -> None:
     """The run was begun with a split of its own, and goes on without it."""
-    stages, uneven = ["--parallel.pp", "2"], ["--parallel.layers", "[3,1]", "--stop_after", "1"]
+    stages, uneven = [*QUICK, "--parallel.pp", "2"], ["--parallel.layers", "[3,1]", "--stop_after", "1"]
     trained(prepared, tmp_path, *stages, *uneven, ranks=2, steps=3)
     again = trained(prepared, tmp_path, *stages, ranks=2, steps=3)
     assert "[3, 1]: as it was saved" in again and "resumed at step 1" in again
@@ -151,7 +152,7 @@ def test_run_goes_on_in_another_layout(prepared, resumed, whole, name: str) -> N
     ranks, options = ELSEWHERE[name]
     run = prepared["folder"] / f"elastic_{name}"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    trained(prepared, run, *options, ranks=ranks)
+    trained(prepared, run, *QUICK, *options, ranks=ranks)
     lines = metrics(run)
     assert [line["step"] for line in lines] == [4, 5, 6]
     for ours, theirs in zip(lines, metrics(whole)[3:], strict=True):

@@ -125,12 +125,21 @@ def test_missing_package_names_its_extra(monkeypatch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_wandb
-def test_wandb_gets_what_can_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_what_can_be_drawn(tmp_path: Path, monkeypatch, capfd) -> None:
     sink, logged = WandbSink(offline(tmp_path)), {}
-    monkeypatch.setattr(sink.wandb_run, "log", lambda numbers, **_: logged.update(numbers))
-    fill(sink)
+    with monkeypatch.context() as patch:
+        patch.setattr(sink.wandb_run, "log", lambda numbers, **_: logged.update(numbers))
+        sink.write_step(NUMBERS)
+        sink.write_evaluation(7, EVALUATION)
     expected = {"step": 7, "loss": 1.5, "updated": True, "lr/vision": 1e-5, "validation_loss": 2.5}
     assert logged.items() >= expected.items() and "mfu" not in logged
+
+    # Losing W&B costs its curves alone.
+    sink.wandb_run.finish()  # it takes no more numbers then
+    sink.write_step(NUMBERS)
+    sink.write_step(NUMBERS)
+    sink.close()
+    assert capfd.readouterr().err.count("NOTE: nothing more is sent to W&B") == 1
 
 
 @pytest.mark.slow
@@ -168,14 +177,3 @@ def test_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, monk
     with pytest.raises(UserError, match="wandb.project tests: W&B says: .*wandb login.*WANDB_MODE=offline"):
         WandbSink(offline(tmp_path))
     assert not (tmp_path / WANDB_RUN_FILE).exists()
-
-
-@pytest.mark.slow
-@needs_wandb
-def test_losing_wandb_costs_its_curves_alone(tmp_path: Path, capfd) -> None:
-    sink = WandbSink(offline(tmp_path))
-    sink.wandb_run.finish()  # it takes no more numbers then
-    sink.write_step(NUMBERS)
-    sink.write_step(NUMBERS)
-    sink.close()
-    assert capfd.readouterr().err.count("NOTE: nothing more is sent to W&B") == 1
