@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.core_fixes.default_store import default_store
-from megatron_vl.parallel.diagnosis import RunFailure
-from megatron_vl.parallel.heartbeat import HeartbeatMonitor
+from megatron_vl.parallel.heartbeat import HeartbeatMonitor, RunFailure
 from megatron_vl.system import host_memory, progress
 from megatron_vl.system.errors import TRACEBACK_VARIABLE, describe_error, follows_lost_rank, traceback_helps
 from megatron_vl.system.processes import kill_descendants

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from megatron_vl.parallel.diagnosis import list_ranks
-from megatron_vl.parallel.heartbeat import slow_start_timeout_s
+from megatron_vl.parallel.heartbeat import list_ranks, slow_start_timeout_s
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.signals import requested_stop_signal
 

@@ -31,7 +31,7 @@ from megatron_vl.system.errors import describe_error
 from megatron_vl.training.hooks import Hook, Trainer
 from megatron_vl.training.report.sinks import ValidationResult
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
-from megatron_vl.training.state.validations import read_validations
+from megatron_vl.training.state.keep import read_validations
 from megatron_vl.training.step import MtpSums, StepResult, reduce_losses, run_schedule
 
 

@@ -16,7 +16,7 @@ from megatron_vl.system.plurals import pluralize, trained_text
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import peak_learning_rates
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.training.state.validations import best_validation, read_validations
+from megatron_vl.training.state.keep import best_validation, read_validations
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 from megatron_vl.weights.run_folder import export_dir_path, saved_checkpoints
 

@@ -34,12 +34,11 @@ from megatron_vl.system import progress
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.signals import requested_stop_signal
 from megatron_vl.training.evaluation import Evaluate
-from megatron_vl.training.hooks import Hook, SaveCheckpoints, ShowProgress
+from megatron_vl.training.hooks import Hook, Profile, SaveCheckpoints, ShowProgress
 from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.report.metrics import MetricsLog, log_rank_0
-from megatron_vl.training.report.profiling import Profile
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.run_messages import end_summary, run_summary, skipped_steps_message

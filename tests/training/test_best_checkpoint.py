@@ -15,9 +15,13 @@ from megatron_vl.config import CheckpointConfig, LoraConfig, RunConfigError, Tra
 from megatron_vl.estimate.parameters import checkpoint_bytes
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.run_messages import end_summary
-from megatron_vl.training.state.keep import check_free_space
+from megatron_vl.training.state.keep import (
+    EVALUATIONS_FILE,
+    best_steps,
+    check_free_space,
+    read_validations,
+)
 from megatron_vl.training.state.save import CheckpointSaver
-from megatron_vl.training.state.validations import EVALUATIONS_FILE, best_steps, read_validations
 from tests.support.tiny_run import options_of, trainings
 from toolkit.cli import main
 

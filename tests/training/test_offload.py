@@ -24,11 +24,13 @@ from megatron_vl.training.offload import build
 from megatron_vl.training.offload.build import ChunkedOptimizerState, choose_offloaded, chunked_state
 from megatron_vl.training.offload.chunk_streamer import ChunkStreamer, DeviceSlot, SlotPhase
 from megatron_vl.training.offload.chunked_step import ChunkedStep
-from megatron_vl.training.offload.pinned_memory import (
+from megatron_vl.training.offload.state_chunks import (
+    ChunkedParameter,
+    StateChunk,
     allocate_device_chunks,
     allocate_host_chunks,
+    lay_out_chunks,
 )
-from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.state.optimizer_state import (

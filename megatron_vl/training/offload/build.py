@@ -19,8 +19,13 @@ from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
 from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
 from megatron_vl.training.offload.chunked_step import ChunkedStep
-from megatron_vl.training.offload.pinned_memory import allocate_device_chunks, allocate_host_chunks
-from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
+from megatron_vl.training.offload.state_chunks import (
+    ChunkedParameter,
+    StateChunk,
+    allocate_device_chunks,
+    allocate_host_chunks,
+    lay_out_chunks,
+)
 from megatron_vl.training.weight_copy import shard_destinations
 
 

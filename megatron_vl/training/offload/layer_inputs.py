@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.pinned_memory import allocate_host_bytes
+from megatron_vl.training.offload.state_chunks import allocate_host_bytes
 
 PIECE_BYTES = 16 * 2**20
 """Size of a piece of host memory. Pieces of one size suit inputs of any length, and the memory that torch

@@ -20,7 +20,7 @@ from megatron_vl.system import durable_files
 from megatron_vl.system.durable_files import drop_incomplete_line
 from megatron_vl.system.errors import UserError, naming_file
 from megatron_vl.system.json_files import write_json
-from megatron_vl.training.state.validations import EVALUATIONS_FILE
+from megatron_vl.training.state.keep import EVALUATIONS_FILE
 
 STEP_LOG_FILES = ("metrics.jsonl", EVALUATIONS_FILE, "quarantine.jsonl", "samples.jsonl")
 """Files in the folder of the checkpoints whose lines begin with the step that they belong to."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.system import host_memory, progress
-from megatron_vl.training.offload.pinned_memory import allocate_host_bytes
+from megatron_vl.training.offload.state_chunks import allocate_host_bytes
 
 _BLOCK_BYTES = 4 << 30
 """Memory is allocated in blocks of this size, as torch rounds pinned memory up to powers of two. The end of a

@@ -48,6 +48,7 @@ from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.host_copies import HostBlocks, HostCopies
 from megatron_vl.training.state.keep import (
+    best_steps,
     delete_checkpoint,
     last_good_text,
     lock_run_dir,
@@ -66,7 +67,6 @@ from megatron_vl.training.state.optimizer_state import (
     write_hashed_safetensors,
     write_slice_index,
 )
-from megatron_vl.training.state.validations import best_steps
 from megatron_vl.weights.manifest import write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.model_digest import recorded_base
