@@ -9,19 +9,17 @@ import re
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vl.config import VisionConfig
-from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.offload import build
-from megatron_vl.training.offload.build import ChunkedOptimizerState, choose_offloaded, chunked_state
+from megatron_vl.training.offload.build import choose_offloaded, chunked_state
 from megatron_vl.training.offload.chunk_streamer import ChunkStreamer, DeviceSlot, SlotPhase
 from megatron_vl.training.offload.chunked_step import ChunkedStep
 from megatron_vl.training.offload.state_chunks import (
@@ -106,13 +104,24 @@ def check_shares(hf: Path, dtype: str, bad: int | None = None, **optimizer: Any)
     rows, plain = some_rows(first), None
     for share in SHARES:
         trainer = again(first, offload_fraction=share)
+        fetched = chunks_after_passes(trainer) if share else []
         steps = steps_of(trainer, rows, range(2), bad)
         plain = plain or steps
         assert steps == plain, share
         if share:
             check_place_of_state(trainer, share)
+            num_chunks = len(chunked_state(trainer.optimizer).chunk_streamer.state_chunks)
+            assert fetched == [num_chunks] * 2, "all are fetched during the backward pass"
     assert (plain[0][3] == plain[1][3]) == (bad == 1), "only a skipped step leaves the state"
     assert [bool(step[2]) for step in plain] == [number == bad for number in range(2)]
+
+
+def chunks_after_passes(trainer: TinyTrainer) -> list[int]:
+    """Gets the number of chunks on the device after the passes of each step."""
+    numbers, prepare_grads = [], trainer.optimizer.prepare_grads
+    streamer = chunked_state(trainer.optimizer).chunk_streamer
+    trainer.optimizer.prepare_grads = lambda: numbers.append(streamer.num_chunks_on_device) or prepare_grads()
+    return numbers
 
 
 def check_place_of_state(trainer: TinyTrainer, share: float) -> None:
@@ -280,61 +289,6 @@ def test_master_weights_that_leave_the_device_are_never_all_on_it(hf) -> None:
         assert built.param_groups
         assert allocations.now() == pytest.approx(kept * sum(sizes), rel=0.04, abs=4096), share
         assert allocations.most <= allocations.now() + max(sizes) + 4096, share
-
-
-def watch(moved: ChunkedOptimizerState) -> list[int]:
-    """Fills new slots with NaN, so that what is not fetched is seen. Returns a list to which the number of
-    chunks on the device is added after each bucket of the last backward pass."""
-    streamer, ahead = moved.chunk_streamer, [0]
-    make, fetch = streamer._new_slot, streamer.fetch_chunks
-
-    def filled() -> Any:
-        slot = make()
-        slot.device_buffer.fill_(255)
-        return slot
-
-    def watched(min_slots: int = 0) -> None:
-        fetch(min_slots)
-        if not min_slots:
-            ahead.append(streamer.num_chunks_on_device)
-
-    streamer._new_slot, streamer.fetch_chunks = filled, watched  # type: ignore[method-assign]
-    return ahead
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("placement", ["first_stage", "decoupled"])
-@in_ranks()
-def test_streamer_fetches_exactly_the_state_that_is_used(
-    hf, placement: Literal["first_stage", "decoupled"]
-) -> None:
-    """Everything on the device that is not to be used is NaN.
-
-    Also what is fetched during the backward pass, and dropped when its step is skipped. Without room, only
-    the update takes memory. A number that has changed in host memory is noticed.
-    """
-    first = tiny_trainer(hf).again(vision=VisionConfig(placement=placement))
-    build.move_state_to_chunks.__defaults__ = (10 * 64 * 200,)
-    rows = some_rows(first)
-    plain = steps_of(again(first), rows, range(3), bad=1)[-1]
-    for what in ("room", "no room", "host"):
-        trainer = again(first, offload_fraction=1.0)
-        moved = chunked_state(trainer.optimizer)
-        assert moved is not None
-        streamer = moved.chunk_streamer
-        if what == "no room":
-            streamer.memory_usage = lambda: (1, 1)
-        if what == "host":
-            chunk = streamer.state_chunks[0]
-            chunk.state_views(chunk.home_buffer).exp_avg[0] += 1e-3
-        ahead = watch(moved)
-        assert (steps_of(trainer, rows, range(3), bad=1)[-1] == plain) == (what != "host")
-        trainer.train_step(StepBatch(rows))
-        on_device = [max(ahead), streamer.num_chunks_on_device]
-        expected = [0, STATE_CHUNKS_ON_GPU] if what == "no room" else [len(streamer.state_chunks)] * 2
-        assert on_device == expected, what
-        streamer.wait_for_host_state()
-        assert not streamer.num_chunks_on_device
 
 
 @in_ranks()

@@ -22,8 +22,9 @@ from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.optimizer import scheduled_rate, set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.state.optimizer_state import optimizer_slices
+from megatron_vl.training.step import NOT_FINITE, replicated_modules
 from tests.support.ranks import in_ranks
-from tests.support.tiny_trainer import TinyTrainer, optimizer_state, tiny_trainer
+from tests.support.tiny_trainer import TinyTrainer, optimizer_state, tiny_trainer, train, trainer_of
 
 
 def rates_of(steps: int, **fields: Any) -> list[float]:
@@ -229,3 +230,34 @@ def test_state_of_mixed_types_is_filed_under_its_own_parameter(hf, family: str) 
         part: Tensor = parameter.detach().view(-1)[piece.start : piece.end]
         assert piece.adam_state["exp_avg"].numel() == part.numel(), name
         assert torch.equal(piece.main_param.view(-1).to(part.dtype), part), name
+
+
+ROWS = [["mixed", "text"], ["image"]]
+
+
+@in_ranks(2)
+def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(hf) -> None:
+    """The images of the last rank alone have a gradient with one NaN in step 2.
+
+    The loss is finite, and so is the language model's gradient; the tower's, summed over all ranks, is not.
+    No rank's weights move, and the next step is as usual.
+    """
+    trainer = trainer_of(hf, 512, decoupled=True, pp=2)
+    tower: Any = trainer.model_chunks[0].module.decoupled
+    is_last, backward, calls = dist.get_rank() == 1, tower.backward_call, []
+
+    def backward_with_nan(features: list[Tensor], patches: slice, gradient: Tensor) -> None:
+        calls.append(patches)
+        gradient = gradient.clone()
+        gradient[patches.start // tower.vision.merge_unit, 0, 0] = float("nan")
+        backward(features, patches, gradient)
+
+    parameters = [p for part in replicated_modules(trainer.model_chunks) for p in part.parameters()]
+    for step, reason in enumerate(("", NOT_FINITE, "")):
+        before = [parameter.detach().clone() for parameter in parameters]
+        tower.backward_call = backward_with_nan if is_last and step == 1 else backward
+        [result] = train(trainer, ROWS, [step])
+        changed = any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+        assert result.skip_reason == reason and changed == (not reason)
+        assert all(bool(parameter.isfinite().all()) for parameter in parameters)
+    assert bool(calls) == is_last  # that rank has images of its own
