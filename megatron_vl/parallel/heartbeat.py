@@ -73,8 +73,10 @@ class Heartbeat:
         Raises ValueError, KeyError or TypeError for any other line.
         """
         fields = json.loads(line)
-        process = RankProcess(**fields["rank_process"])
-        rank_progress = RankProgress(**fields["rank_progress"])
+        process, rank_progress = (
+            RankProcess(**fields["rank_process"]),
+            RankProgress(**fields["rank_progress"]),
+        )
         return Heartbeat(int(fields["rank"]), process, rank_progress)
 
 
@@ -97,14 +99,11 @@ class RunFailure:
     """Whether the rank is alive but makes no progress."""
     has_traceback_hint: bool = False
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @staticmethod
     def from_json(text: bytes) -> RunFailure:
         fields = json.loads(text)
         processes = tuple(RankProcess(**process) for process in fields["processes"])
-        return RunFailure(**{**fields, "silent": tuple(fields["silent"]), "processes": processes})
+        return RunFailure(**fields | {"silent": tuple(fields["silent"]), "processes": processes})
 
 
 class HeartbeatMonitor:
@@ -169,8 +168,9 @@ class HeartbeatMonitor:
                 continue
 
             next_send = time.monotonic() + self.interval_s
-            own_progress = dataclasses.replace(progress.current_progress)
-            self.heartbeats[self.rank] = Heartbeat(self.rank, self.rank_process, own_progress)
+            self.heartbeats[self.rank] = Heartbeat(
+                self.rank, self.rank_process, dataclasses.replace(progress.current_progress)
+            )
             self.links.send_to_all(self.token.encode() + b" " + self.heartbeats[self.rank].to_line())
 
             # One rank that makes progress is enough: the others may wait for it for a good reason.
@@ -328,10 +328,9 @@ class ProgressClock:
         # All ranks take part in a step, so one report is enough. A rank that was stopped in its first step
         # has not reported that step yet.
         seen = [heartbeat.rank_progress for heartbeat in heartbeats]
-        first_step_done = any(each.steps_done for each in seen)
-        is_syncing = any(each.syncing_file for each in seen)
         is_saving = any(each.phase == progress.SAVING_CHECKPOINT for each in seen)
-        is_slow_phase = not first_step_done or is_syncing and is_saving
+        waits_for_disk = is_saving and any(each.syncing_file for each in seen)
+        is_slow_phase = waits_for_disk or not any(each.steps_done for each in seen)
         return not is_slow_phase or idle_s > slow_start_timeout_s(self.timeout_s)
 
 
@@ -378,17 +377,17 @@ def diagnose_hang(
     if silent_ranks:
         state = process.system_state()
         state_text = f"its state is {state!r}" if state else "it is stopped, or its node is lost"
-        silent_s = time.monotonic() - first.received_at
-        message = f"no sign of life for {silent_s:.0f} s: {state_text} ({process}){others}. {limit_hint}"
+        silent_text = f"no sign of life for {time.monotonic() - first.received_at:.0f} s"
+        message = f"{silent_text}: {state_text} ({process}){others}. {limit_hint}"
     else:
         same_phase = ", and all ranks are in the same phase" if len(heartbeats) > 1 else ""
         waiting_text = f"no rank has made progress for {idle_s:.0f} s{same_phase}"
         if blamed_ranks:
             waiting_text = f"it has made no progress for {idle_s:.0f} s, and the others wait for it{others}"
-        syncing = first.rank_progress.syncing_file
         advice = _ADVICE_BY_PHASE.get(first.rank_progress.phase, "")
-        disk_text = f"The disk has not confirmed {syncing} (fsync). " if syncing else ""
-        message = f"{waiting_text} ({process}). {disk_text}{advice}{limit_hint}"
+        if syncing := first.rank_progress.syncing_file:
+            advice = f"The disk has not confirmed {syncing} (fsync). {advice}"
+        message = f"{waiting_text} ({process}). {advice}{limit_hint}"
 
     return RunFailure(
         first.rank,

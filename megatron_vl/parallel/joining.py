@@ -62,8 +62,9 @@ class JoinWait:
         """
         waited_s = time.monotonic() - self.start_time
         if waited_s > self.limit_s:
-            limit_text = f"To wait longer than {self.limit_s:.0f} s, raise failures.timeout_s"
-            raise JoinError(f"{describe_missing()}. {limit_text}")
+            raise JoinError(
+                f"{describe_missing()}. To wait longer than {self.limit_s:.0f} s, raise failures.timeout_s"
+            )
         if waited_s > self.next_note_s:
             self.next_note_s *= 2
             if is_reporter:
@@ -152,8 +153,9 @@ def _join(
         if signal_name := requested_stop_signal():
             # Not if one more has come meanwhile. If it was the last one, all go on, and stop together later:
             # a rank that left alone would let others wait for it until the launcher kills them.
-            left_count = num_joined - _LEFT * signal.Signals[signal_name]
-            store.compare_set(f"{key}/count", str(num_joined), str(left_count))
+            store.compare_set(
+                f"{key}/count", str(num_joined), str(num_joined - _LEFT * signal.Signals[signal_name])
+            )
             continue
         join_wait.pause(describe_missing, is_first)
     return store

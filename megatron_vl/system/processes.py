@@ -66,11 +66,11 @@ def own_process() -> RankProcess:
 
 
 def _machine_id() -> str:
-    id_parts = []
-    with contextlib.suppress(OSError):
+    try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        id_parts = [boot_id, os.readlink("/proc/self/ns/pid")]
-    return " ".join([*id_parts, socket.gethostname()])
+        return f"{boot_id} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"
+    except OSError:
+        return socket.gethostname()
 
 
 def list_children(parent_pid: int) -> dict[int, tuple[str, ...]]:

@@ -45,8 +45,7 @@ def set_signal_handler(signal_numbers: Iterable[signal.Signals], signal_handler:
     SIGINT is ignored in the background of a script, and SIGHUP under nohup.
     """
     for number in signal_numbers:
-        may_be_ignored = number in (signal.SIGINT, signal.SIGHUP)
-        if not may_be_ignored or signal.getsignal(number) != signal.SIG_IGN:
+        if number not in (signal.SIGINT, signal.SIGHUP) or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal_handler)
 
 
@@ -142,10 +141,12 @@ def survive_closed_outputs() -> None:
         if not isinstance(old_stream, io.TextIOWrapper) or old_stream.fileno() != number:
             continue  # a test has replaced the stream
         old_stream.flush()
-        file = io.BufferedWriter(_PipeSafeOutput(number, "wb", closefd=False))
         # Without a buffer (`python -u`), a stream is not line-buffered but written through.
         is_line_buffered = old_stream.line_buffering or old_stream.write_through or name == "stderr"
         lasting_stream = io.TextIOWrapper(
-            file, old_stream.encoding, old_stream.errors, line_buffering=is_line_buffered
+            io.BufferedWriter(_PipeSafeOutput(number, "wb", closefd=False)),
+            old_stream.encoding,
+            old_stream.errors,
+            line_buffering=is_line_buffered,
         )
         setattr(sys, name, lasting_stream)
