@@ -57,8 +57,10 @@ def _part_rate_overrides(optimizer_config: OptimizerConfig) -> dict[ParamKey, An
         if rate is not None:
             # Core finds the parameters by name.
             names = (f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in modules)
-            min_rate = rate * optimizer_config.min_lr_ratio
-            overrides[ParamKey(name=tuple(names))] = {"max_lr": rate, "min_lr": min_rate}
+            overrides[ParamKey(name=tuple(names))] = {
+                "max_lr": rate,
+                "min_lr": rate * optimizer_config.min_lr_ratio,
+            }
     return overrides
 
 
@@ -111,8 +113,7 @@ def _chained_core_optimizer(
         use_gloo_process_groups=False,
         pg_collection=tower_process_groups(),
     )
-    optimizer_chains = (optimizer, tower_optimizer)
-    return ChainedOptimizer([part for chain in optimizer_chains for part in chain.chained_optimizers])
+    return ChainedOptimizer([*optimizer.chained_optimizers, *tower_optimizer.chained_optimizers])
 
 
 def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:

@@ -117,8 +117,9 @@ def move_state_to_chunks(
         _skip_in_core_copy(plan.sub_optimizer, plan.parameters)
     for parameter in parameters:
         parameter.wait_for_host_state = streamer.wait_for_host_state
-    parameters_by_id = {id(parameter.main_param): parameter for parameter in parameters}
-    optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, streamer)
+    optimizer.chunked_state = ChunkedOptimizerState(
+        {id(each.main_param): each for each in parameters}, streamer
+    )
     return optimizer.chunked_state
 
 

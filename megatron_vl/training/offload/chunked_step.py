@@ -196,16 +196,14 @@ def _join_slice(chunk_slice: ChunkSlice, slice_state: AdamStateViews, master_scr
 def make_parameter_slice(chunk_slice: ChunkSlice, step_coefficients: StepCoefficients) -> ParameterSlice:
     """The description of a slice for the kernel: its weight, gradient and coefficients."""
     parameter = chunk_slice.parameter
-    weight = parameter.main_param if parameter.model_weight is None else parameter.model_weight
     assert parameter.main_param.grad is not None
-    index = step_coefficients.index_by_key[id(parameter.param_group), parameter.step_count]
     return ParameterSlice(
-        weight,
+        parameter.main_param if parameter.model_weight is None else parameter.model_weight,
         parameter.main_param.grad,
         chunk_slice.start,
         chunk_slice.end - chunk_slice.start,
         chunk_slice.chunk_offset,
-        index,
+        step_coefficients.index_by_key[id(parameter.param_group), parameter.step_count],
     )
 
 

@@ -108,10 +108,7 @@ class LayerInputOffload:
             )
             self.free_pieces.append(allocate_host_bytes(PIECE_BYTES, self.is_pinned, refusal))
             self.num_pieces += 1
-        first_taken = len(self.free_pieces) - count
-        taken_pieces = self.free_pieces[first_taken:]
-        del self.free_pieces[first_taken:]
-        return taken_pieces
+        return [self.free_pieces.pop() for _ in range(count)]
 
 
 def offload_layer_inputs(modules: Sequence[nn.Module], platform: Platform) -> LayerInputOffload:
@@ -133,11 +130,8 @@ class HostInput:
     """
 
     def __init__(self, offload: LayerInputOffload, tensor: Tensor, previous: HostInput | None) -> None:
-        self.offload = offload
-        self.previous = previous
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.device = tensor.device
+        self.offload, self.previous = offload, previous
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.copied_event: Any = torch.cuda.Event()
         """CUDA event of the end of the last copy, in either direction."""
         self._device_tensor: Tensor | None = None
@@ -178,13 +172,11 @@ class HostInput:
         if self.previous is not None:
             self.previous.fetch()
 
-        device_tensor = self._device_tensor
-        self._device_tensor = None
+        device_tensor, self._device_tensor = self._device_tensor, None
         assert device_tensor is not None
         return device_tensor
 
 
 def _pieces_of(tensor: Tensor) -> list[Tensor]:
     """Views of a contiguous tensor's bytes, of at most :data:`PIECE_BYTES` each."""
-    tensor_bytes = tensor.detach().view(-1).view(torch.uint8)
-    return list(tensor_bytes.split(PIECE_BYTES))
+    return list(tensor.detach().view(-1).view(torch.uint8).split(PIECE_BYTES))

@@ -157,8 +157,7 @@ class BatchBroadcast:
             return [], f"{error_prefix}: the data set ended; training needs a repeating loader"
         except Exception as error:
             # Every rank of the replica must learn of the error, or it would hang in the broadcast.
-            error_text = host_memory_message(error) or f"{type(error).__name__}: {error}"
-            return [], f"{error_prefix}: {error_text}"
+            return [], f"{error_prefix}: {host_memory_message(error) or f'{type(error).__name__}: {error}'}"
 
     def _next_row(self) -> TrainingRow:
         assert self.data_loader is not None
@@ -175,9 +174,10 @@ class BatchBroadcast:
         self, buffer_name: str, device_buffers: list[dict[str, Tensor]], headers: list[RowHeader]
     ) -> list[Tensor]:
         """A flat buffer for each row. If other ranks need them too, the owner sends all in one broadcast."""
-        grid, own_buffers = self.grid, [buffers[buffer_name] for buffers in device_buffers]
-        num_receivers = grid.replica_ranks if buffer_name == "text" else grid.tp * grid.cp
-        if num_receivers == 1:
+        own_buffers = [buffers[buffer_name] for buffers in device_buffers]
+        # Every stage reads the text; pixels go only to the stage that has the tower.
+        group = self.grid.replica_group if buffer_name == "text" else self.grid.stage_group
+        if group.size() == 1:
             return own_buffers
 
         sizes = [buffer_numel(header, buffer_name) for header in headers]
@@ -186,9 +186,7 @@ class BatchBroadcast:
             if own_buffers
             else torch.empty(sum(sizes), dtype=BUFFER_TYPES[buffer_name], device=self.platform.device)
         )
-        # Every stage reads the text; pixels go only to the stage that has the tower.
-        group = grid.replica_group if buffer_name == "text" else grid.stage_group
-        dist.broadcast(joined, src=grid.replica_source_rank, group=group)
+        dist.broadcast(joined, src=self.grid.replica_source_rank, group=group)
         return list(joined.split(sizes))
 
     def _whole_row(self, header: RowHeader, tensors: dict[str, Tensor]) -> DeviceRow:
@@ -231,11 +229,11 @@ class BatchBroadcast:
     ) -> None:
         """Sends each rank its share of the images, and attaches it to the rows. Collective."""
         grid, device = self.grid, self.platform.device
-        vision_lengths = [header["vision_lengths"] for header in headers]
         planes_by_row = [
             buffers["planes"].view(header["shapes"]["planes"])
             for header, buffers in zip(headers, device_buffers, strict=False)  # other ranks have no buffers
         ]
+        vision_lengths = [header["vision_lengths"] for header in headers]
         image_shares = ImageShares(self.vision_spec, vision_lengths, plane_bounds_by_row, grid.replica_ranks)
         step_vision = scatter_images(
             image_shares, grid.replica_group, rows, host_tensors, planes_by_row, device

@@ -7,6 +7,8 @@ owner sends each rank one message of pixels and one of indices.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -39,9 +41,10 @@ def frame_plane_bounds(plane_index: Array, patches_per_frame: list[int]) -> list
     # One pass over the flat index: a minimum over its short second axis would take a hundred times as long.
     first_entries = cumulative_starts(np.array(patches_per_frame))[:-1] * plane_index.shape[1]
     flat_index = plane_index.reshape(-1)
-    first_planes = np.minimum.reduceat(flat_index, first_entries)
-    plane_ends = np.maximum.reduceat(flat_index, first_entries) + 1
-    return np.stack((first_planes, plane_ends), 1).tolist()
+    first_planes, last_planes = (
+        each.reduceat(flat_index, first_entries) for each in (np.minimum, np.maximum)
+    )
+    return np.stack((first_planes, last_planes + 1), 1).tolist()
 
 
 class ImageShares:
@@ -75,13 +78,11 @@ class ImageShares:
     def frame_runs(self, rank: int) -> list[tuple[int, int, int]]:
         """A rank's frames by row: (row, first frame, one after the last frame), numbered over all rows."""
         share_start, share_end = self.frame_cuts[rank], self.frame_cuts[rank + 1]
-        rank_runs = []
-        for row in range(len(self.row_cuts) - 1):
-            run_start = max(share_start, self.row_cuts[row])
-            run_end = min(share_end, self.row_cuts[row + 1])
-            if run_start < run_end:
-                rank_runs.append((row, int(run_start), int(run_end)))
-        return rank_runs
+        runs = (
+            (row, int(max(share_start, start)), int(min(share_end, end)))
+            for row, (start, end) in enumerate(itertools.pairwise(self.row_cuts))
+        )
+        return [(row, start, end) for row, start, end in runs if start < end]
 
     def plane_range(self, frame_run: tuple[int, int, int]) -> tuple[int, int]:
         """The planes of the row that a run needs: (first, one after the last)."""
@@ -132,7 +133,7 @@ def scatter_images(
     int_widths = (spec.temporal_patch_size, 2, 2)  # of PATCH_INT_FIELDS
     patch_counts = [int(frames.patches_per_frame.sum()) for frames, _, _ in rank_shares]
     if sum(patch_counts):  # all ranks know it, so all of them skip the collectives of a step without images
-        plane_counts = [plane_count for _, _, plane_count in rank_shares]
+        plane_counts = [num_planes for _, _, num_planes in rank_shares]
         pixels = exchange_with_first(pixels, plane_counts, replica_group, should_gather=False)
         # All integers of a patch are in one message, because its latency costs more than its bytes.
         int_counts = [sum(int_widths) * count for count in patch_counts]

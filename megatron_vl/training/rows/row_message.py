@@ -48,8 +48,8 @@ def _segment_sources(row: TrainingRow) -> Tensor:
     """The source of each segment, -1 for the padded tail; empty if the data set is no blend."""
     if not row.source_indices:
         return torch.tensor([], dtype=torch.int32)
-    padding_segments = len(row.cu_seqlens) - 1 - row.num_samples
-    return torch.tensor([*row.source_indices, *[-1] * padding_segments], dtype=torch.int32)
+    padding = [-1] * (len(row.cu_seqlens) - 1 - row.num_samples)
+    return torch.tensor([*row.source_indices, *padding], dtype=torch.int32)
 
 
 _SENT_TENSORS = (
@@ -134,11 +134,9 @@ def unpack_tensors(header: RowHeader, flat_buffers: dict[str, Tensor]) -> dict[s
     """The tensors of a row by name, in their shapes, as views of the buffers that this rank has."""
     tensors: dict[str, Tensor] = {}
     for buffer_name, flat_buffer in flat_buffers.items():
-        names = _TENSOR_NAMES[buffer_name]
-        shapes = [header["shapes"][name] for name in names]
-        parts = flat_buffer.split([math.prod(shape) for shape in shapes])
-        for name, part, shape in zip(names, parts, shapes, strict=True):
-            tensors[name] = part.view(shape)
+        shapes = {name: header["shapes"][name] for name in _TENSOR_NAMES[buffer_name]}
+        parts = flat_buffer.split([math.prod(shape) for shape in shapes.values()])
+        tensors |= {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
     return tensors
 
 

@@ -71,14 +71,18 @@ class RowSharding:
         np.add.at(features_by_pair, (rank_of_feature, part_of_feature), 1)
 
         # Each rank sends its features in the order of the parts that they go to.
-        send_orders = []
-        for first, end in itertools.pairwise(feature_bounds):
-            send_orders.append(np.argsort(part_of_feature[first:end], kind="stable"))
+        send_orders = [
+            np.argsort(part_of_feature[first:end], kind="stable")
+            for first, end in itertools.pairwise(feature_bounds)
+        ]
         row_tensors["feature_order"] = torch.from_numpy(np.concatenate(send_orders))
         index_in_part = placeholders[np.argsort(part_of_feature, kind="stable")] % part_length
         row_tensors["feature_index"] = torch.from_numpy(index_in_part)
-        query_parts = _part_segments(segment_bounds, self.key_ranks)
-        return {"parts": parts, "query_parts": query_parts, "features": features_by_pair.tolist()}
+        return {
+            "parts": parts,
+            "query_parts": _part_segments(segment_bounds, self.key_ranks),
+            "features": features_by_pair.tolist(),
+        }
 
     def _feature_bounds(self, row: TrainingRow) -> Array:
         """int64 [ranks + 1]: bounds of the features that each rank has before they are exchanged."""
@@ -111,10 +115,11 @@ class RowSharding:
         # The features of a step are ordered by row. Here they are ordered by part, and within it by row.
         row_orders = [row_tensors["feature_order"].numpy() for row_tensors in host_tensors]
         row_cuts = [cumulative_starts(part_counts) for part_counts in feature_counts]
-        ordered_features = []
-        for part in range(self.context_size):
-            for order, cuts, row_start in zip(row_orders, row_cuts, row_starts[:-1], strict=True):
-                ordered_features.append(order[cuts[part] : cuts[part + 1]] + row_start)
+        ordered_features = [
+            order[cuts[part] : cuts[part + 1]] + row_start
+            for part in range(self.context_size)
+            for order, cuts, row_start in zip(row_orders, row_cuts, row_starts[:-1], strict=True)
+        ]
         part_order = torch.from_numpy(np.concatenate(ordered_features))
         step_vision.part_order = pin_memory(part_order).to(device, non_blocking=True)
 
@@ -164,7 +169,6 @@ def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> Devi
     """Adds bounds and routes to a row that was made from the tensors of a part (:func:`cut_text`)."""
     parts, query_parts = row_header["parts"], row_header["query_parts"]
     part_length = row.tokens.numel()
-    local_segments = _segments_of_part(row.segments, parts[rank])
     attention_segments = row.segments
     if len(query_parts) > 1:
         query_part = query_parts[rank * len(query_parts) // len(parts)]
@@ -175,16 +179,16 @@ def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> Devi
     return dataclasses.replace(
         row,
         segments=attention_segments,
-        shard=RowShard(local_segments, parts[rank]["route"]),
+        shard=RowShard(_segments_of_part(row.segments, parts[rank]), parts[rank]["route"]),
         num_real_tokens=min(max(row.num_real_tokens - rank * part_length, 0), part_length),
     )
 
 
 def _segments_of_part(row_segments: Segments, part_header: dict[str, Any]) -> Segments:
     """The bounds of a row's segments within a part, from its first token."""
-    first, last = part_header["segments"]
-    start, length = part_header["route"].rank * part_header["route"].length, part_header["route"].length
-    segment_bounds = row_segments.cu_seqlens[first : last + 1].clamp(start, start + length) - start
+    (first, last), route = part_header["segments"], part_header["route"]
+    start = route.rank * route.length
+    segment_bounds = row_segments.cu_seqlens[first : last + 1].clamp(start, start + route.length) - start
     return Segments(segment_bounds, part_header["longest"])
 
 
@@ -193,8 +197,7 @@ def _keys_of_part(row_segments: Segments, part_header: dict[str, Any]) -> KeySeg
 
     They are the part's own tokens, and before them those of its first segment that lie on earlier ranks.
     """
-    first, last = part_header["segments"]
-    route = part_header["route"]
+    (first, last), route = part_header["segments"], part_header["route"]
     stop = (route.rank + 1) * route.length
     first_key = route.rank * route.length - route.tokens_before
     key_bounds = row_segments.cu_seqlens[first : last + 1].clamp(max=stop) - first_key
