@@ -102,9 +102,10 @@ class HfExporter:
 
     def stop_exports(self) -> None:
         """Ends the current export. The checkpoints stay listed, so that the next start still has them."""
-        if not self._export_queue:
-            return
-        print(f"the export of step {self._queued_steps()} is left to the next start of this run", flush=True)
+        if self._export_queue:
+            print(
+                f"the export of step {self._queued_steps()} is left to the next start of this run", flush=True
+            )
         process, self._export_process = self._export_process, None
         if process is None:
             return
@@ -120,10 +121,9 @@ class HfExporter:
     def _is_exported(self, saved: SavedCheckpoint) -> bool:
         """Whether the step's folder was exported from these weights."""
         facts_path = export_dir_path(self.run_dir, saved.step) / EXPORT_FACTS_FILE
-        manifest_path = saved.path / "weights" / MANIFEST_FILE
         try:
-            exported_digest = json.loads(facts_path.read_text())["weights"]
-            return exported_digest == json.loads(manifest_path.read_text())["digest"]
+            manifest = json.loads((saved.path / "weights" / MANIFEST_FILE).read_text())
+            return json.loads(facts_path.read_text())["weights"] == manifest["digest"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -155,20 +155,16 @@ class HfExporter:
             output.seek(0)
             texts.append(output.read())
             output.close()
-        out = export_dir_path(self.run_dir, saved.step)
+        out, seconds = export_dir_path(self.run_dir, saved.step), time.monotonic() - self._start_time
+        lines = [f"step {saved.step} is exported to {out} ({seconds:.0f} s)"]
+        lines += [line for line in texts[0].splitlines() if line.startswith("NOTE: ")]
         if exit_code:
-            print(
+            lines = [
                 f"NOTE: step {saved.step} could not be exported to {out}:"
                 f" {_failure_reason(exit_code, texts[1])}. Training is not affected; the next start of"
-                " this run tries again, as long as the checkpoint exists",
-                flush=True,
-            )
-            return
-        seconds = time.monotonic() - self._start_time
-        print(f"step {saved.step} is exported to {out} ({seconds:.0f} s)", flush=True)
-        for line in texts[0].splitlines():
-            if line.startswith("NOTE: "):
-                print(line, flush=True)
+                " this run tries again, as long as the checkpoint exists"
+            ]
+        print(*lines, sep="\n", flush=True)
 
 
 def _failure_reason(exit_code: int, stderr_text: str) -> str:

@@ -56,8 +56,9 @@ def _allocate(num_bytes: int, is_pinned: bool) -> Tensor:
     if is_pinned:
         with contextlib.suppress(MemoryError):  # the limit on pinned memory may be lower
             return allocate_host_bytes(num_bytes, True, "")
-    refusal = f"the copy of a checkpoint needs {num_bytes / 2**30:.1f} GiB more"
-    return allocate_host_bytes(num_bytes, False, refusal)
+    return allocate_host_bytes(
+        num_bytes, False, f"the copy of a checkpoint needs {num_bytes / 2**30:.1f} GiB more"
+    )
 
 
 class HostCopies:
@@ -92,8 +93,9 @@ class HostCopies:
     def reserve(self, memory: HostBlocks) -> list[Tensor]:
         """Allocates the memory of the copies."""
         torch.cuda.set_device(self._device)  # a thread begins on the first GPU
-        sizes = [sum(map(_num_bytes, each)) for each in self._sources.values()]
-        return memory.regions(sizes, self.is_pinned)
+        return memory.regions(
+            [sum(map(_num_bytes, sources)) for sources in self._sources.values()], self.is_pinned
+        )
 
     @torch.no_grad()
     def copy(self, memory: HostBlocks) -> None:

@@ -68,9 +68,11 @@ def read_owner(run_dir: Path) -> RankProcess | None:
 def last_good_text(run_dir: Path) -> str:
     """Names the checkpoint from which a run continues whose last save has failed."""
     checkpoints = saved_checkpoints(run_dir)
-    if not checkpoints:
-        return "there is no earlier checkpoint"
-    return f"the last good checkpoint is step {checkpoints[-1].step}"
+    return (
+        f"the last good checkpoint is step {checkpoints[-1].step}"
+        if checkpoints
+        else "there is no earlier checkpoint"
+    )
 
 
 def check_free_space(config: TrainConfig, spec: ModelSpec) -> None:
@@ -149,12 +151,12 @@ def read_validations(run_dir: Path) -> list[Validation]:
 
 def best_validation(validations: Collection[Validation]) -> Validation | None:
     """The one with the least loss, of several the earliest."""
-    finite = [(each.loss, each.step, each) for each in validations if each.loss is not None]
-    return min(finite, key=lambda entry: entry[:2])[-1] if finite else None
+    finite = [each for each in validations if each.loss is not None]
+    return min(finite, key=lambda each: (each.loss, each.step), default=None)
 
 
 def best_steps(run_dir: Path, saved_steps: Collection[int]) -> set[int]:
     """The saved steps with the least validation loss, one for each set of rows that was validated on."""
     saved = [each for each in read_validations(run_dir) if each.step in saved_steps]
-    groups = [[each for each in saved if each.rows == rows] for rows in {each.rows for each in saved}]
+    groups = ([each for each in saved if each.rows == rows] for rows in {each.rows for each in saved})
     return {best.step for best in map(best_validation, groups) if best is not None}

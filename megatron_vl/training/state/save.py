@@ -370,8 +370,9 @@ class CheckpointSaver:
     def _write_rank_files(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> dict[str, Any]:
         """Writes this rank's weights, optimizer and loader state. Returns the content of its marker."""
         grid = self.grid
-        axes = ("tp", "cp", "pp", "dp", "ep", "etp")
-        position = {axis: str(getattr(grid, f"{axis}_rank")) for axis in axes}
+        position = {
+            axis: str(getattr(grid, f"{axis}_rank")) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")
+        }
 
         def write_weights(read: dict[str, Callable[[], Tensor]], pool: Executor, **ranks: int) -> Any:
             tensors = {name: each() for name, each in read.items()}
@@ -411,15 +412,12 @@ class CheckpointSaver:
 
     def _commit_checkpoint(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> None:
         """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its final name."""
-        weight_entries: list[dict[str, Any]] = []
-        files: dict[str, Any] = {}
-        slices_by_file: dict[str, Any] = {}
         markers = self._wait_for_markers(partial_dir / "done")
-        for marker in markers:
-            weight_entries += marker["weights"]
-            files |= marker["files"]
-            slices_by_file |= marker["slices"]
-
+        weight_entries = [entry for marker in markers for entry in marker["weights"]]
+        files, slices_by_file = (
+            {name: value for marker in markers for name, value in marker[part].items()}
+            for part in ("files", "slices")
+        )
         weights_digest = write_manifest(
             partial_dir / "weights",
             self.spec,
