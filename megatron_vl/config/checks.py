@@ -89,7 +89,6 @@ def _sizes_text(sizes: dict[str, int]) -> str:
 
 
 def _near_multiples(number: int, divisor: int) -> str:
-    """The two multiples of ``divisor`` next to ``number``, if they are above 0."""
     lower = number // divisor * divisor
     return " or ".join(str(near) for near in (lower, lower + divisor) if near > 0)
 

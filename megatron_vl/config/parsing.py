@@ -135,7 +135,6 @@ def _read_value(parser: ArgumentParser, name: str, value: Any, place: str) -> An
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted names as the parser takes them: a dict in a dict."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         section, _, leaf = name.rpartition(".")

@@ -284,7 +284,6 @@ def report_failure(error: Exception) -> RunFailure:
 
 
 def lost_ranks() -> tuple[int, ...]:
-    """The ranks that are known to be dead or stopped."""
     return _watcher.lost_ranks if _watcher is not None else ()
 
 

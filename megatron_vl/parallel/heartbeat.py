@@ -338,7 +338,6 @@ class ProgressClock:
 
 
 def diagnose_dead_ranks(dead_ranks: list[int], heartbeats: dict[int, Heartbeat]) -> RunFailure:
-    """The diagnosis of ranks whose connections have ended."""
     dead_ranks = sorted(dead_ranks)
     first = heartbeats.get(dead_ranks[0])
     return RunFailure(

@@ -90,7 +90,6 @@ class ProcessGrid:
 
     @property
     def has_vision(self) -> bool:
-        """Whether this rank holds the vision tower."""
         return self.pp_rank == 0
 
 

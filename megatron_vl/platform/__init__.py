@@ -34,7 +34,6 @@ class Platform:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
         if self.name == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")

@@ -29,7 +29,6 @@ class RankProcess:
         return f"process {self.pid} on {self.host_name}"
 
     def is_local(self) -> bool:
-        """Whether the process runs on the machine of the current process."""
         return self.machine_id == _machine_id()
 
     def system_state(self) -> str:
@@ -108,7 +107,6 @@ def _stopped_tree(parent: psutil.Process) -> Iterator[psutil.Process]:
 
 
 def kill_descendants() -> None:
-    """Sends SIGKILL to all descendants of this process."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children():
             kill_process_tree(child.pid)
@@ -139,6 +137,5 @@ def tools_dir() -> Path:
 
 
 def python_path_with_tools() -> str:
-    """``PYTHONPATH`` of a process that is to find the tools."""
     paths = [str(tools_dir()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(paths))

@@ -74,7 +74,6 @@ def read_loader_digests(config: TrainConfig, description: Description) -> dict[s
 
 
 def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:
-    """Raises RunConfigError if this rank reads other files than rank 0."""
     try:
         own_digests = read_model_digests(resolved_run.config, resolved_run.source_checkpoint)
     except (OSError, UserError) as error:

@@ -137,7 +137,6 @@ def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
 
 
 def peak_learning_rates(config: TrainConfig) -> PartLearningRates:
-    """The highest rate of each part."""
     lr = config.optimizer.lr
     part_rates: PartLearningRates = {}
     for part in ("language", "vision", "merger"):

@@ -418,7 +418,6 @@ class Trainer:
 
     @functools.cached_property
     def blend_sources(self) -> tuple[BlendSource, ...]:
-        """The sources of the blend; none if the data set is no blend."""
         sources = read_blend_sources(self.resolved_run.facts_by_split["train"].dataset_identity)
         return sources if len(sources) > 1 else ()
 

@@ -125,7 +125,6 @@ class ChunkedStep:
         state_chunk: StateChunk,
         chunk_state: AdamStateViews,
     ) -> None:
-        """Updates a chunk whose state is on the device."""
         if step_coefficients is None:
             self._update_with_optimizer(param_groups, step_counts, state_chunk, chunk_state)
             return

@@ -148,7 +148,6 @@ class HostInput:
         self.offload.free_pieces += self._host_pieces
 
     def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
-        """Copies pieces, of which one side may have more room."""
         copy_stream = self.offload.copy_stream
         with torch.cuda.stream(copy_stream):
             for source, target in zip(sources, targets, strict=True):
@@ -157,7 +156,6 @@ class HostInput:
             self.copied_event.record(copy_stream)
 
     def fetch(self) -> None:
-        """Begins to copy the input back."""
         if self._device_tensor is not None:
             return
         self._device_tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -178,5 +176,4 @@ class HostInput:
 
 
 def _pieces_of(tensor: Tensor) -> list[Tensor]:
-    """Views of a contiguous tensor's bytes, of at most :data:`PIECE_BYTES` each."""
     return list(tensor.detach().view(-1).view(torch.uint8).split(PIECE_BYTES))

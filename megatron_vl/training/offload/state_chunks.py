@@ -119,14 +119,12 @@ class ChunkSlice:
     chunk_offset: int
 
     def slice_of_state(self, chunk_state: AdamStateViews) -> AdamStateViews:
-        """The part of the chunk's state that belongs to these elements."""
         elements = slice(self.chunk_offset, self.chunk_offset + self.end - self.start)
         return AdamStateViews(
             chunk_state.exp_avg[elements], chunk_state.exp_avg_sq[elements], chunk_state.low_bits[elements]
         )
 
     def slice_of_shard(self, shard_tensor: Tensor) -> Tensor:
-        """These elements of a tensor in the shape of the parameter's shard."""
         return shard_tensor.detach().view(-1)[self.start : self.end]
 
 

@@ -371,7 +371,6 @@ class MetricsLog:
         self.interval_start += excluded_s
 
     def close(self, has_failed: bool = False) -> None:
-        """Closes the sinks."""
         for sink in self.sinks:
             sink.close(has_failed)
 
@@ -409,6 +408,5 @@ def wrap_parts(parts: Iterable[str]) -> str:
 
 
 def log_rank_0(grid: ProcessGrid, message: str) -> None:
-    """Prints on rank 0."""
     if grid.rank == 0:
         print(message, flush=True)

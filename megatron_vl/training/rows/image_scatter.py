@@ -90,7 +90,6 @@ class ImageShares:
         return int(run_bounds[:, 0].min()), int(run_bounds[:, 1].max())
 
     def patch_slice(self, frame_run: tuple[int, int, int]) -> slice:
-        """The patches of the run, counted within the row."""
         first_patch = self.frames.first_patch
         row_start = first_patch[self.row_cuts[frame_run[0]]]
         return slice(int(first_patch[frame_run[1]] - row_start), int(first_patch[frame_run[2]] - row_start))

@@ -126,7 +126,6 @@ def source_loss_tokens(row: TrainingRow) -> list[tuple[int, int]]:
 
 
 def buffer_numel(header: RowHeader, buffer_name: str) -> int:
-    """Number of elements in a row's buffer."""
     return sum(math.prod(header["shapes"][name]) for name in _TENSOR_NAMES[buffer_name])
 
 
@@ -157,7 +156,6 @@ def make_device_row(header: RowHeader, tensors: dict[str, Tensor]) -> DeviceRow:
 
 
 def make_vision_input(header: RowHeader, tensors: dict[str, Tensor]) -> VisionInput:
-    """The images of a row."""
     max_seqlen, max_window_seqlen = header["max_seqlens"]
     return VisionInput(
         planes=tensors["planes"],

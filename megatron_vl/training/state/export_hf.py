@@ -50,7 +50,6 @@ class HfExporter:
         self._outputs: list[IO[str]] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is to be exported."""
         return step == self.last_step or bool(self.export_interval) and step % self.export_interval == 0
 
     def enqueue_export(self, saved: SavedCheckpoint) -> None:
@@ -168,7 +167,6 @@ class HfExporter:
 
 
 def _failure_reason(exit_code: int, stderr_text: str) -> str:
-    """Why an export failed, from its process's exit code and standard error."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"{name} ended it" + (f". {host_memory.KILL_ADVICE}" if name == "SIGKILL" else "")

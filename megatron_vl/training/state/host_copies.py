@@ -91,7 +91,6 @@ class HostCopies:
         return self._copies[tuple(map(id, sources))]
 
     def reserve(self, memory: HostBlocks) -> list[Tensor]:
-        """Allocates the memory of the copies."""
         torch.cuda.set_device(self._device)  # a thread begins on the first GPU
         return memory.regions(
             [sum(map(_num_bytes, sources)) for sources in self._sources.values()], self.is_pinned
@@ -99,7 +98,6 @@ class HostCopies:
 
     @torch.no_grad()
     def copy(self, memory: HostBlocks) -> None:
-        """Makes the copies, and waits for them."""
         regions = self.reserve(memory)
         with torch.cuda.stream(self._stream):
             for region, (key, sources) in zip(regions, self._sources.items(), strict=True):

@@ -43,7 +43,6 @@ _STATE_FILE_PATTERN = re.compile(
 
 
 def state_file_name(rank: int, number: int = 0) -> str:
-    """The name of one of the files with a rank's optimizer state."""
     return f"rank_{rank:05d}{f'_{number:03d}' if number else ''}.safetensors"
 
 
@@ -153,7 +152,6 @@ def restore_loader(data_loader: Any, loader_state: dict[str, Any], run_dir: str)
 
 
 def open_checkpoint_weights(checkpoint_path: Path, metadata: dict[str, Any]) -> WeightReader:
-    """Opens the weights of a step folder."""
     weight_reader = WeightReader(checkpoint_path / "weights", takes_lora=True)
     if weight_reader.manifest["digest"] != metadata.get("weights"):
         raise CheckpointError(

@@ -178,7 +178,6 @@ def _expert_stacks(live_tensors: list[LiveTensor], copies: HostCopies) -> dict[s
 
 
 def short_text(error: BaseException) -> str:
-    """What an error says, without a traceback."""
     return describe_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
