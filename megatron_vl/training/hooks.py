@@ -46,10 +46,11 @@ class ShowProgress(Hook):
 
     def begin(self, trainer: Trainer) -> None:
         self.on_end = contextlib.ExitStack()
-        bar = progress_bar.progress(
-            trainer.last_step, "steps", "training", done=trainer.step, line_interval_s=60.0
+        self.advance = self.on_end.enter_context(
+            progress_bar.progress(
+                trainer.last_step, "steps", "training", done=trainer.step, line_interval_s=60.0
+            )
         )
-        self.advance = self.on_end.enter_context(bar)
 
     def after_step(self, trainer: Trainer, step_batch: StepBatch, step_result: StepResult) -> None:
         self.advance(1)
@@ -95,8 +96,7 @@ class Profile(Hook):
     """
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
-        traced_steps = config.profile.steps if rank in config.profile.ranks else None
-        self.first_step, self.last_step = traced_steps or (0, 0)
+        self.first_step, self.last_step = (rank in config.profile.ranks and config.profile.steps) or (0, 0)
         name = f"rank_{rank:05d}_steps_{self.first_step}_to_{self.last_step}.pt.trace.json.gz"
         self.path = Path(config.checkpoint.dir) / "profile" / name
         self._trace: profile | None = None

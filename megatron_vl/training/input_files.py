@@ -84,10 +84,10 @@ def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:
         expected_digests = expected_digests | resolved_run.loader_digests
     for path, digest in own_digests.items():
         if digest != expected_digests.get(path):
-            missing_text = "" if digest else ": it is missing"
             raise RunConfigError(
-                f"{socket.gethostname()}: {path} is not as rank 0 reads it{missing_text}. Give all nodes the"
-                " same files, for instance on shared storage"
+                f"{socket.gethostname()}: {path} is not as rank 0 reads it"
+                f"{'' if digest else ': it is missing'}. Give all nodes the same files, for instance on"
+                " shared storage"
             )
 
 

@@ -8,9 +8,9 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,10 +37,9 @@ from megatron_vl.training.state.keep import (
 )
 from megatron_vl.training.state.save import CheckpointSaver
 from megatron_vl.weights.run_folder import CheckpointError
-from tests.support.tiny_run import environment, metrics, options_of, trainings
+from tests.support.tiny_run import metrics, options_of, trainings
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.cli import main
-from toolkit.common.launch import single_rank_variables
 
 QUICK = ["--data.num_workers", "0", "--checkpoint.keep", "1", "--checkpoint.interval", "1"]
 ELSEWHERE = dataclasses.replace(own_process(), machine_id="another", host_name="node7")
@@ -146,12 +145,21 @@ def test_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_save_whose_files_another_run_has_deleted_names_that_run(tmp_path: Path) -> None:
+def test_run_whose_folder_another_has_taken_saves_and_deletes_nothing(tmp_path: Path) -> None:
     saver = saver_of(tmp_path)
     (tmp_path / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(ELSEWHERE)))
+    taken = rf"another run \(process {ELSEWHERE.pid} on node7\) has begun to write to {tmp_path}, so this one"
+    with pytest.raises(CheckpointError, match=taken):
+        saver.start_save(lambda: pytest.fail("the other run's files are not touched"), 4)
+    for step in (2, 3):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    saver.note_step(is_updated=True)
+    saver.wait_until_saved()
+    assert steps_in(tmp_path) == [2, 3] and read_owner(tmp_path) == ELSEWHERE
+
     snapshot: Any = SimpleNamespace(step=2, optimizer_state=None)
     saver._write_snapshot(snapshot)
-    assert "node7) has begun to write to" in (saver.save_error or "")
+    assert re.search(taken, saver.save_error or "")
     saver.close()
 
 
@@ -198,30 +206,6 @@ def test_living_owner_is_refused_and_dead_one_followed_without_locks(tmp_path, m
     (tmp_path / OWNER_FILE).write_text('{"host_na')  # torn by a power cut
     unlock_run_dir(lock_run_dir(tmp_path))
     assert read_owner(tmp_path) == own_process()
-
-
-WITHOUT_LOCKS = """
-import errno, fcntl, sys
-def flock(*_): raise OSError(errno.ENOLCK, "No locks available")
-fcntl.flock = flock
-from megatron_vl.train import main
-sys.exit(main())
-"""
-
-
-@pytest.mark.ranks
-def test_run_whose_folder_another_has_taken_ends_and_deletes_nothing(prepared, tmp_path) -> None:
-    run = tmp_path / "run"
-    words = [sys.executable, "-c", WITHOUT_LOCKS, *options_of(prepared, run, *QUICK, steps=4000)]
-    variables = environment() | single_rank_variables()
-    older = subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True)
-    while older.poll() is None and not steps_in(run):
-        time.sleep(0.05)
-    (run / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(ELSEWHERE)))
-    _, err = older.communicate(timeout=120)
-    assert older.returncode == 1
-    assert f"another run (process {ELSEWHERE.pid} on node7) has begun to write to {run}, so this one" in err
-    assert read_owner(run) == ELSEWHERE and verify_checkpoint(sorted(run.glob("step_*[0-9]"))[-1]) == []
 
 
 def evaluated(run: Path, *lines: tuple[int, float | None, str]) -> None:

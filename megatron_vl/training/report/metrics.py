@@ -122,8 +122,8 @@ class Rank0Gather:
         """On rank 0: waits for the messages of ``num_senders`` ranks; returns them in their order."""
         messages = []
         for slot in range(num_senders):
-            parts = [self._take(slot, number) for number in range(int(self._take(slot, "parts")))]
-            messages.append(json.loads("".join(parts)))
+            num_parts = int(self._take(slot, "parts"))
+            messages.append(json.loads("".join(self._take(slot, number) for number in range(num_parts))))
         default_store().delete_key(self._key("slots"))
         return [message for _, message in sorted(messages, key=lambda entry: entry[0])]
 
@@ -289,23 +289,23 @@ class MetricsLog:
 
     def _write_quarantine(self, step: int, dropped_samples: list[dict[str, Any]]) -> None:
         """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints, each sample once per run."""
-        new_samples = {}
-        for sample in dropped_samples:
-            # Keys are those of one data set, and a blend has several.
-            sample_id = tuple(sample[name] for name in ("data_set", "shard", "key", "reason"))
-            if sample_id not in self.quarantined_ids:
-                new_samples[sample_id] = {"step": step, **sample}
-        self.quarantined_ids.update(new_samples)
+        # Keys are those of one data set, and a blend has several.
+        names = ("data_set", "shard", "key", "reason")
+        listed = {
+            tuple(sample[name] for name in names): {"step": step, **sample} for sample in dropped_samples
+        }
+        new_samples = [listed[each] for each in listed if each not in self.quarantined_ids]
+        self.quarantined_ids.update(listed)
         if new_samples and self.run_dir is not None:
-            append_lines(self.run_dir / "quarantine.jsonl", new_samples.values())
+            append_lines(self.run_dir / "quarantine.jsonl", new_samples)
 
     def bad_sample_state(self) -> tuple[dict[str, Any], dict[str, int]]:
         """The counts to save in a checkpoint.
 
         They are the counts over all ranks up to the last printed step, and this rank's own counts since then.
         """
-        local_counts = {f"{DROPPED_PREFIX}{reason}": count for reason, count in self.drop_reasons.items()}
-        return self.bad_sample_meter.state_dict(), {"samples": self.step_metrics.samples, **local_counts}
+        dropped = {f"{DROPPED_PREFIX}{reason}": count for reason, count in self.drop_reasons.items()}
+        return self.bad_sample_meter.state_dict(), {"samples": self.step_metrics.samples, **dropped}
 
     def _expert_load_metrics(self, step_result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert divided by its layer's mean, in the worst layer.
@@ -349,8 +349,7 @@ class MetricsLog:
         print(wrap_parts(filter(None, parts)), flush=True)
 
     def _step_text(self, step: int) -> str:
-        total = str(self.config.steps)
-        return f"step {step:>{len(total)}}/{total}"
+        return f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}"
 
     def log_evaluation(self, step: int, result: ValidationResult) -> None:
         """Prints and writes an evaluation. Its time does not count for the speed of steps."""
