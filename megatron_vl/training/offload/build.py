@@ -144,7 +144,14 @@ def _plan_parameters(
     for sub_optimizer in optimizer.chained_optimizers:
         if not getattr(sub_optimizer, "is_stub_optimizer", False):
             plans.append(_ParameterPlan(sub_optimizer, [], []))
-            parameters += [(each, plans[-1]) for each in list_chunked_parameters(sub_optimizer)]
+            weights_by_id = {
+                id(main_param): weight for weight, main_param in weight_destinations(sub_optimizer)
+            }
+            parameters += [
+                (ChunkedParameter(main_param, weights_by_id.get(id(main_param)), group), plans[-1])
+                for group in sub_optimizer.optimizer.param_groups
+                for main_param in group["params"]
+            ]
 
     sizes = [parameter.main_param.numel() for parameter, _ in parameters]
     offloaded = choose_offloaded(sizes, offload_fraction)
@@ -183,14 +190,6 @@ def fill_master_weight(chunked_parameter: ChunkedParameter) -> None:
         main_param.copy_(weight.view_as(main_param))
 
 
-def list_chunked_parameters(sub_optimizer: Any) -> Iterator[ChunkedParameter]:
-    """The parameters of one optimizer of the chain, in the order of its groups."""
-    weights_by_id = {id(main_param): weight for weight, main_param in weight_destinations(sub_optimizer)}
-    for param_group in sub_optimizer.optimizer.param_groups:
-        for main_param in param_group["params"]:
-            yield ChunkedParameter(main_param, weights_by_id.get(id(main_param)), param_group)
-
-
 def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """(weight in the model, master weight) of the parameters whose weights in the model are bf16.
 
@@ -201,11 +200,10 @@ def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
             sub_optimizer, sub_optimizer.shard_fp32_from_float16_groups, sub_optimizer.model_float16_groups
         )
     elif isinstance(sub_optimizer, Float16OptimizerWithFloat16Params):
-        for weights, main_params in zip(
-            sub_optimizer.float16_groups, sub_optimizer.fp32_from_float16_groups, strict=True
-        ):
-            for weight, main_param in zip(weights, main_params, strict=True):
-                yield weight.detach().view(-1), main_param
+        groups = (sub_optimizer.float16_groups, sub_optimizer.fp32_from_float16_groups)
+        weights, main_params = (itertools.chain.from_iterable(each) for each in groups)
+        for weight, main_param in zip(weights, main_params, strict=True):
+            yield weight.detach().view(-1), main_param
 
 
 def _skip_in_core_copy(sub_optimizer: Any, chunked_parameters: list[ChunkedParameter]) -> None:

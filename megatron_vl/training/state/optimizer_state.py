@@ -286,8 +286,9 @@ def list_index_entries(
         shard_index = etp_rank if "#" in state_name else tp_rank
         if whole_vision and model_part(state_name) != "language":
             shard_index = 0
-        step_count = int(state_tensors[f"{slice_key}/step"].read())
-        index_entries.append([state_name, shard_index, start, end, slice_bits, step_count])
+        index_entries.append(
+            [state_name, shard_index, start, end, slice_bits, int(state_tensors[f"{slice_key}/step"].read())]
+        )
     return index_entries
 
 
@@ -298,8 +299,8 @@ def write_slice_index(
     files = sorted(entries_by_file)
     slices: dict[str, list[list[Any]]] = {}
     for number, file_name in enumerate(files):
-        for name, shard, start, end, kind_bits, step in entries_by_file[file_name]:
-            slices.setdefault(name, []).append([shard, start, end, number, kind_bits, step])
+        for name, shard, start, end, *facts in entries_by_file[file_name]:
+            slices.setdefault(name, []).append([shard, start, end, number, *facts])
     return write_json(optimizer_dir / INDEX_FILE, {"files": files, "slices": slices})
 
 
