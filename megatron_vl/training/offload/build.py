@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
-from megatron_vl.training.offload.chunked_step import ChunkedStep
+from megatron_vl.training.offload.chunked_step import ChunkedStep, ChunkStreamer
 from megatron_vl.training.offload.state_chunks import (
     ChunkedParameter,
     StateChunk,

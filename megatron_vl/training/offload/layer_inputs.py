@@ -32,7 +32,7 @@ PIECE_BYTES = 16 * 2**20
 pins, whose sizes are powers of two."""
 _COPY_PRIORITY = -3
 """Priority of the stream of copies, which no other stream has. The copies of optimizer state have -1 and -2
-(:mod:`megatron_vl.training.offload.chunk_streamer` says why they need their own)."""
+(:mod:`megatron_vl.training.offload.chunked_step` says why they need their own)."""
 
 
 class LayerInputOffload:

@@ -25,7 +25,6 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import progress
 from megatron_vl.system.errors import UserError
 from megatron_vl.training.out_of_memory import host_memory_message
-from megatron_vl.training.rows.image_scatter import ImageShares, frame_plane_bounds, scatter_images
 from megatron_vl.training.rows.row_message import (
     BUFFER_TYPES,
     RowHeader,
@@ -36,11 +35,14 @@ from megatron_vl.training.rows.row_message import (
     unpack_tensors,
 )
 from megatron_vl.training.rows.row_shards import (
+    ImageShares,
     RowSharding,
     complete_part,
     cut_feature_index,
     cut_images,
     cut_text,
+    frame_plane_bounds,
+    scatter_images,
 )
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_vl.data.packing.training_row import TrainingRow, loss_index
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
-from megatron_vl.training.rows.image_scatter import pin_memory
-from megatron_vl.training.rows.row_shards import RowSharding
+from megatron_vl.training.rows.row_shards import RowSharding, pin_memory
 
 RowHeader = dict[str, Any]
 """What the other ranks need of a row before its tensors arrive (see :func:`serialize_row`)."""
