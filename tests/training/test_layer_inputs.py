@@ -22,10 +22,7 @@ from toolkit.parity.case import draw_samples, pack_step
 LORA = {"rank": 4, "targets": ["language", "vision"]}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"LoRA": {"lora": LORA}, "tower on every rank": {"decoupled": True, "patches": 32}},
-    2: {
-        "PP2 x VPP2": {"pp": 2, "vpp": 2},
-        "TP2 + SP": {"tp": 2, "sequence_parallel": True, "overlap": True},
-    },
+    2: {"PP2 x VPP2": {"pp": 2, "vpp": 2}, "TP2 + SP": {"tp": 2, "sequence_parallel": True, "overlap": True}},
 }
 FULL = {"language": "full", "vision": "full"}
 PIECE_BYTES = 1000

@@ -64,19 +64,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "alphas": {"in_proj_z": 8.0},
             "modules_to_save": [*WHOLE, "pos_embed"],
         },
-        {
-            "DP4": {},
-            "TP2 + SP": {"tp": 2, **SP},
-            "CP4, decoupled": {"cp": 4, "decoupled": True},
-        },
+        {"DP4": {}, "TP2 + SP": {"tp": 2, **SP}, "CP4, decoupled": {"cp": 4, "decoupled": True}},
     ),
     "qwen3_5_moe": (
         {"rank": 4, "targets": ["shared_experts", "experts", "k_proj"], "use_rslora": True},
-        {
-            "DP4": {},
-            "EP4 x TP2 + SP": {"ep": 4, "tp": 2, **SP},
-            "EP2 x ETP2": {"ep": 2, "etp": 2},
-        },
+        {"DP4": {}, "EP4 x TP2 + SP": {"ep": 4, "tp": 2, **SP}, "EP2 x ETP2": {"ep": 2, "etp": 2}},
     ),
 }
 """Fields of LoRA of each family, and layouts that together have each way to divide the work."""

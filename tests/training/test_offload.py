@@ -20,12 +20,7 @@ from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.offload import build
 from megatron_vl.training.offload.build import choose_offloaded, chunked_state
-from megatron_vl.training.offload.chunked_step import (
-    ChunkedStep,
-    ChunkStreamer,
-    DeviceSlot,
-    SlotPhase,
-)
+from megatron_vl.training.offload.chunked_step import ChunkedStep, ChunkStreamer, DeviceSlot, SlotPhase
 from megatron_vl.training.offload.state_chunks import (
     ChunkedParameter,
     StateChunk,

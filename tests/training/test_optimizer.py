@@ -12,11 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
-from megatron_vl.config import (
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from megatron_vl.config import ModelConfig, OptimizerConfig, TrainConfig
 from megatron_vl.spec.tensors import model_part
 from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.optimizer import scheduled_rate, set_learning_rates

@@ -78,7 +78,7 @@ def test_resumed_run_names_changed_fields(tiny_checkpoint) -> None:
     fields = recorded(hf, "--steps", "8", "--model.checkpoint", "b", *changed)[1]
     assert field_change_notes(fields, saved) == [
         "fields have changed since the checkpoint: model.freeze_vision was False, is True;"
-        " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8",
+        " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8"
     ]
 
     # YaRN, which an older checkpoint did not record.
