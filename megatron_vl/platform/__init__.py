@@ -92,8 +92,6 @@ def _make_platform(platform_name: str) -> Platform:
 
         cpu.install_cpu_platform()
         return Platform("cpu", "gloo", False)
-    if platform_name != "cuda":
-        raise PlatformError(f"platform {platform_name!r} is unknown; valid: auto, cuda, cpu")
     if not torch.cuda.is_available():
         raise PlatformError("platform cuda was requested, but torch sees no GPU; use platform: cpu")
     capability = torch.cuda.get_device_capability()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -88,7 +88,7 @@ def move_state_to_chunks(
         None if nothing is in chunks.
     """
     plans = _plan_parameters(optimizer, offload_fraction, moments_dtype)
-    parameters = [parameter for plan in plans for parameter in plan.parameters]
+    parameters = [parameter for _, on_host, on_device in plans for parameter in (*on_host, *on_device)]
     if not parameters:
         return None
 
@@ -101,19 +101,19 @@ def move_state_to_chunks(
     # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
     streamed_chunks: list[StateChunk] = []
     chunk_numbers = []
-    for plan in plans:
+    for _, on_host, _ in plans:
         first_number = len(streamed_chunks)
-        streamed_chunks += lay_out_chunks(plan.host_parameters, chunk_bytes, moments_dtype)
+        streamed_chunks += lay_out_chunks(on_host, chunk_bytes, moments_dtype)
         chunk_numbers.append(range(first_number, len(streamed_chunks)))
     allocate_host_chunks(streamed_chunks, is_pinned=platform.name == "cuda")
     streamer = ChunkStreamer(streamed_chunks, platform.device, platform.memory_usage)
 
-    for plan, numbers in zip(plans, chunk_numbers, strict=True):
-        device_chunks = lay_out_chunks(plan.device_parameters, chunk_bytes, moments_dtype)
+    for (sub_optimizer, on_host, on_device), numbers in zip(plans, chunk_numbers, strict=True):
+        device_chunks = lay_out_chunks(on_device, chunk_bytes, moments_dtype)
         allocate_device_chunks(device_chunks, platform.device)
-        adam = plan.sub_optimizer.optimizer
-        adam.step = ChunkedStep(adam, plan.parameters, device_chunks, streamer, numbers)
-        _skip_in_core_copy(plan.sub_optimizer, plan.parameters)
+        adam = sub_optimizer.optimizer
+        adam.step = ChunkedStep(adam, [*on_host, *on_device], device_chunks, streamer, numbers)
+        _skip_in_core_copy(sub_optimizer, [*on_host, *on_device])
     for parameter in parameters:
         parameter.wait_for_host_state = streamer.wait_for_host_state
     optimizer.chunked_state = ChunkedOptimizerState(
@@ -122,27 +122,19 @@ def move_state_to_chunks(
     return optimizer.chunked_state
 
 
-class _ParameterPlan(NamedTuple):
-    """The parameters of one optimizer of the chain whose state moves to chunks."""
-
-    sub_optimizer: Any
-    host_parameters: list[ChunkedParameter]
-    device_parameters: list[ChunkedParameter]
-
-    @property
-    def parameters(self) -> list[ChunkedParameter]:
-        return [*self.host_parameters, *self.device_parameters]
+_Plan = tuple[Any, list[ChunkedParameter], list[ChunkedParameter]]
+"""An optimizer of the chain, its parameters with state in host memory, and those with state on the device."""
 
 
 def _plan_parameters(
     optimizer: ChainedOptimizer, offload_fraction: float, moments_dtype: torch.dtype
-) -> list[_ParameterPlan]:
+) -> list[_Plan]:
     """Chooses the parameters whose state moves to chunks, and fills the master weights of all others."""
-    plans: list[_ParameterPlan] = []
-    parameters: list[tuple[ChunkedParameter, _ParameterPlan]] = []
+    plans: list[_Plan] = []
+    parameters: list[tuple[ChunkedParameter, _Plan]] = []
     for sub_optimizer in optimizer.chained_optimizers:
         if not getattr(sub_optimizer, "is_stub_optimizer", False):
-            plans.append(_ParameterPlan(sub_optimizer, [], []))
+            plans.append((sub_optimizer, [], []))
             weights_by_id = {
                 id(main_param): weight for weight, main_param in weight_destinations(sub_optimizer)
             }
@@ -154,13 +146,13 @@ def _plan_parameters(
 
     sizes = [parameter.main_param.numel() for parameter, _ in parameters]
     offloaded = choose_offloaded(sizes, offload_fraction)
-    for i, (parameter, plan) in enumerate(parameters):
+    for i, (parameter, (_, on_host, on_device)) in enumerate(parameters):
         if i in offloaded:
-            plan.host_parameters.append(parameter)
+            on_host.append(parameter)
         elif moments_dtype == torch.float32:
             fill_master_weight(parameter)
         elif sizes[i]:
-            plan.device_parameters.append(parameter)
+            on_device.append(parameter)
     return plans
 
 
