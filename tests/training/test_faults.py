@@ -137,7 +137,7 @@ def test_run_after_a_kill_a_stop_and_a_lack_of_memory_is_the_undisturbed_one(
     assert re.search("train: rank 2 " + WHERE.format(tp=0, pp=1) + "out of host memory", ended.message), ended
     last_is_good(run)
 
-    trained(prepared, run, *OPTIONS, steps=STEPS)
+    trained(prepared, run, *OPTIONS, "--data.num_workers", "0", steps=STEPS)
     assert numbers(run) == numbers(slow_run)
 
 

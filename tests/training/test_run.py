@@ -70,10 +70,11 @@ EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 
 @pytest.fixture(scope="module")
 def resumed(prepared: dict[str, Path]) -> Path:
-    """The run of ``whole`` with evaluations, stopped after three steps and started again."""
+    """The run of ``whole`` with evaluations and no loader workers, stopped after three steps and started
+    again."""
     run = prepared["folder"] / "resumed"
     for options in (["--stop_after", "3"], []):
-        printed = trained(prepared, run, *LAYOUT, *EVALUATION, *options)
+        printed = trained(prepared, run, *LAYOUT, *QUICK, *EVALUATION, *options)
     assert "resumed at step 3" in printed and "nothing to do" not in printed
     return run
 
