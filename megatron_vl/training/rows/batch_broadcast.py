@@ -127,11 +127,7 @@ class BatchBroadcast:
 
         for i, header in enumerate(headers):
             tensors = unpack_tensors(header, {name: buffers[i] for name, buffers in received.items()})
-            # Under context parallelism, this rank keeps its part of the row.
-            if self.row_sharding is not None:
-                row = self._shard_row(header, tensors, plane_bounds_by_row[i])
-            else:
-                row = self._whole_row(header, tensors)
+            row = self._make_row(header, tensors, plane_bounds_by_row[i] if self.row_sharding else [])
             if self.has_mtp:
                 first = self.grid.cp_rank * row.tokens.numel()
                 row.whole_row = WholeRow(
@@ -191,34 +187,27 @@ class BatchBroadcast:
         dist.broadcast(joined, src=self.grid.replica_source_rank, group=group)
         return list(joined.split(sizes))
 
-    def _whole_row(self, header: RowHeader, tensors: dict[str, Tensor]) -> DeviceRow:
-        row = make_device_row(header, tensors)
-        if self.grid.has_vision:
-            row.feature_index = tensors["feature_index"].long()
-            if not self.tower_is_decoupled:
-                row.vision_input = make_vision_input(header, tensors)
-        return row
-
-    def _shard_row(
+    def _make_row(
         self, header: RowHeader, tensors: dict[str, Tensor], plane_bounds: list[list[int]]
     ) -> DeviceRow:
-        """This rank's part of a row under context parallelism."""
-        assert self.row_sharding is not None
-        rank = self.grid.cp_rank
-        row = complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)
-        if self.grid.has_vision:
-            row.feature_index = cut_feature_index(header, tensors, rank)
-            if not self.tower_is_decoupled:
-                row.vision_input = make_vision_input(header, tensors)
-                if plane_bounds:
-                    row.vision_input, row.feature_route = cut_images(
-                        self.row_sharding,
-                        header,
-                        plane_bounds,
-                        row.vision_input,
-                        tensors["feature_order"],
-                        rank,
-                    )
+        """This rank's row; under context parallelism, its part of the row."""
+        sharding, rank = self.row_sharding, self.grid.cp_rank
+        if sharding is None:
+            row = make_device_row(header, tensors)
+        else:
+            row = complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)
+        if not self.grid.has_vision:
+            return row
+        if not self.tower_is_decoupled:
+            row.vision_input = make_vision_input(header, tensors)
+        if sharding is None:
+            row.feature_index = tensors["feature_index"].long()
+            return row
+        row.feature_index = cut_feature_index(header, tensors, rank)
+        if row.vision_input is not None and plane_bounds:
+            row.vision_input, row.feature_route = cut_images(
+                sharding, header, plane_bounds, row.vision_input, tensors["feature_order"], rank
+            )
         return row
 
     def _scatter_images(
