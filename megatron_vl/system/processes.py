@@ -121,8 +121,7 @@ def end_with_parent(parent: int = 0) -> None:
     Args:
         parent: id of the process that started this one; 0: ``multiprocessing`` knows it, or it is alive.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # It may have ended before the kernel was asked.
     parent = parent or getattr(multiprocessing.parent_process(), "pid", 0)
     if parent and os.getppid() != parent:
