@@ -21,7 +21,6 @@ NOTE_AFTER_S = 30.0
 """Seconds after which a line says who is missing. Further lines follow, each after twice the time."""
 MAX_OPEN_FILES = 65_536
 """Enough for a process of the largest runs: one or two connections to each of some ten thousand ranks."""
-STOPPED_EARLY = "a signal stopped the run before its first step; nothing was saved"
 _LEFT = 1 << 24
 """A signal that ends the wait makes the count ``joined - _LEFT * signal number``, which is below 0."""
 
@@ -99,7 +98,7 @@ class JoinWait:
 def stop_early(signal_number: int) -> None:
     """Ends this process, which was asked to stop before its first step. Rank 0 says so."""
     if os.environ.get("RANK", "0") == "0":
-        print(STOPPED_EARLY, flush=True)
+        print("a signal stopped the run before its first step; nothing was saved", flush=True)
     raise SystemExit(128 + signal_number)
 
 

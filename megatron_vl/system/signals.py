@@ -24,8 +24,6 @@ from typing import Any
 
 from megatron_vl.system.processes import end_with_parent
 
-SignalHandler = Callable[[int, FrameType | None], object] | signal.Handlers
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 _CTRL_C_HINT = (
@@ -39,7 +37,10 @@ def handle_stop_signals() -> None:
     set_signal_handler(STOP_SIGNALS, note_stop_request)
 
 
-def set_signal_handler(signal_numbers: Iterable[signal.Signals], signal_handler: SignalHandler) -> None:
+def set_signal_handler(
+    signal_numbers: Iterable[signal.Signals],
+    signal_handler: Callable[[int, FrameType | None], object] | signal.Handlers,
+) -> None:
     """Sets a handler for signals. SIGINT and SIGHUP stay ignored if they are.
 
     SIGINT is ignored in the background of a script, and SIGHUP under nohup.

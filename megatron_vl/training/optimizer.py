@@ -23,8 +23,6 @@ from megatron_vl.training.offload.build import DeferredMasterWeights, chunked_st
 from megatron_vl.training.offload.chunked_step import ChunkedStep
 from megatron_vl.training.weight_copy import copy_weights_together
 
-VISION_MODULES = ("patch_embed", "position_table", "decoder")
-MERGER_MODULES = ("merger", "deepstack_mergers")
 PartLearningRates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger. None stands for a frozen part."""
 
@@ -51,8 +49,8 @@ def _part_rate_overrides(optimizer_config: OptimizerConfig) -> dict[ParamKey, An
     """Core's overrides for the vision tower and the merger, which may have learning rates of their own."""
     overrides: dict[ParamKey, Any] = {}
     for modules, rate in (
-        (VISION_MODULES, optimizer_config.vision_lr),
-        (MERGER_MODULES, optimizer_config.merger_lr),
+        (("patch_embed", "position_table", "decoder"), optimizer_config.vision_lr),
+        (("merger", "deepstack_mergers"), optimizer_config.merger_lr),
     ):
         if rate is not None:
             # Core finds the parameters by name.

@@ -28,9 +28,6 @@ from megatron_vl.system.processes import python_path_with_tools
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, EXPORTS_DIR, SavedCheckpoint, export_dir_path
 
-EXPORT_PROGRAM = "toolkit.weights.export_step"
-_TERMINATE_TIMEOUT_S = 10.0
-
 
 class HfExporter:
     """Exports saved steps one after another, in the background; on rank 0.
@@ -110,7 +107,7 @@ class HfExporter:
             return
         process.terminate()
         try:
-            process.wait(_TERMINATE_TIMEOUT_S)
+            process.wait(10.0)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -139,7 +136,7 @@ class HfExporter:
         # Files, because nobody reads a pipe meanwhile.
         self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]
         self._export_process = subprocess.Popen(
-            [sys.executable, "-P", "-m", EXPORT_PROGRAM, json.dumps(job)],
+            [sys.executable, "-P", "-m", "toolkit.weights.export_step", json.dumps(job)],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
             stdin=subprocess.DEVNULL,
             stdout=self._outputs[0],
