@@ -35,7 +35,6 @@ class ChunkedOptimizerState:
     parameters_by_id: dict[int, ChunkedParameter]
     """The parameters by the ``id()`` of their tensor in the optimizer's groups."""
     chunk_streamer: ChunkStreamer
-    """The streamer of the chunks in host memory."""
 
     @property
     def host_bytes(self) -> int:

@@ -54,12 +54,10 @@ class DeviceSlot:
     """Device memory for a chunk that is being fetched, updated or written back."""
 
     device_buffer: Tensor
+    # CUDA events of the ends of the copy to the device, of the update, and of the copy to host memory.
     fetched_event: Any
-    """CUDA event of the end of the copy to the device."""
     updated_event: Any
-    """CUDA event of the end of the update."""
     written_event: Any
-    """CUDA event of the end of the copy to host memory."""
     phase: SlotPhase = field(default=SlotPhase.FREE, init=False)
 
     def enter(self, phase: SlotPhase) -> None:
@@ -93,7 +91,6 @@ class ChunkStreamer:
         """Whether copies may go on after the update, because :meth:`release_slots` will be called."""
         self._next_chunk = 0
         self._slots_by_chunk: dict[int, DeviceSlot] = {}
-        """Fetched chunks by number."""
         self._leaving_slots: deque[DeviceSlot] = deque()
         """Slots whose chunks are on their way back, oldest first."""
 

@@ -47,7 +47,6 @@ class LayerInputOffload:
         self.free_pieces: list[Tensor] = []
         """Pieces of host memory that hold no input, uint8 [PIECE_BYTES] each."""
         self.num_pieces = 0
-        """Number of pieces of host memory, with and without an input."""
 
         # The forward pass of a block that runs now.
         self._hooks = contextlib.ExitStack()
@@ -133,7 +132,6 @@ class HostInput:
         self.offload, self.previous = offload, previous
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.copied_event: Any = torch.cuda.Event()
-        """CUDA event of the end of the last copy, in either direction."""
         self._device_tensor: Tensor | None = None
 
         tensor_pieces = _pieces_of(tensor)

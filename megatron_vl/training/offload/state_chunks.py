@@ -26,7 +26,6 @@ class ChunkedParameter:
     """The weight in the model, bf16 [N]; None if ``main_param`` is the model's weight."""
     param_group: dict[str, Any]
     step_count: int = 0
-    """Adam's step count."""
     chunk_slices: list[ChunkSlice] = field(default_factory=list)
     wait_for_host_state: Callable[[], None] = lambda: None
     """Waits until the chunks hold the state of the last update."""
@@ -133,7 +132,6 @@ class StateChunk:
     """State of ``num_elements`` elements that is copied and updated together."""
 
     has_split_master: bool
-    """Whether the chunk holds the lower halves of master weights."""
     moments_dtype: torch.dtype
     num_elements: int = 0
     home_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))

@@ -59,7 +59,6 @@ class StepBatch:
     """The headers of the rows (:func:`~megatron_vl.training.rows.row_message.serialize_row`), equal on every
     rank of the replica."""
     loader_wait_s: float = 0.0
-    """Seconds that the loader's owner waited for its rows."""
 
     @property
     def vision_lengths(self) -> list[tuple[list[int], list[int]]]:
