@@ -376,8 +376,8 @@ def diagnose_hang(
     if silent_ranks:
         state = process.system_state()
         state_text = f"its state is {state!r}" if state else "it is stopped, or its node is lost"
-        silent_text = f"no sign of life for {time.monotonic() - first.received_at:.0f} s"
-        message = f"{silent_text}: {state_text} ({process}){others}. {limit_hint}"
+        silent_s = time.monotonic() - first.received_at
+        message = f"no sign of life for {silent_s:.0f} s: {state_text} ({process}){others}. {limit_hint}"
     else:
         same_phase = ", and all ranks are in the same phase" if len(heartbeats) > 1 else ""
         waiting_text = f"no rank has made progress for {idle_s:.0f} s{same_phase}"
