@@ -104,8 +104,8 @@ def main(argv: list[str] | None = None) -> int:
         run_forked_ranks(torchrun_args) if should_fork else run(torchrun_args)
         return 0
     except (JoinError, RendezvousError) as error:
-        problem_text = str(error) or f"not all {torchrun_args.nnodes} nodes came in time"
-        _print_message(f"{problem_text} ({torchrun_args.rdzv_endpoint})")
+        problem = str(error) or f"not all {torchrun_args.nnodes} nodes came in time"
+        _print_message(f"{problem} ({torchrun_args.rdzv_endpoint})")
         return 1
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -149,8 +149,11 @@ def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> object:
 
     def note_missing_nodes() -> None:
         if not _ranks_seen.wait(joining.NOTE_AFTER_S):
-            nodes_text = f"not all {torchrun_args.nnodes} nodes have come to {endpoint}"
-            print(f"NOTE: {nodes_text}; start the others", file=sys.stderr, flush=True)
+            print(
+                f"NOTE: not all {torchrun_args.nnodes} nodes have come to {endpoint}; start the others",
+                file=sys.stderr,
+                flush=True,
+            )
 
     threading.Thread(target=note_missing_nodes, daemon=True).start()
     return None
@@ -244,8 +247,9 @@ def kill_stopped_ranks(stopped_limit_s: float, poll_interval_s: float = 5.0) -> 
         if now - last_poll > 4 * poll_interval_s:
             stopped_since.clear()  # this process was stopped too
         last_poll = now
-        stopped_pids = [pid for pid in list_children(os.getpid()) if _is_stopped_process(pid)]
-        stopped_since = {pid: stopped_since.get(pid, now) for pid in stopped_pids}
+        stopped_since = {
+            pid: stopped_since.get(pid, now) for pid in list_children(os.getpid()) if _is_stopped_process(pid)
+        }
         for pid, began in stopped_since.items():
             if now - began > stopped_limit_s:
                 _print_message(f"process {pid} was stopped for {stopped_limit_s:.0f} s and is killed")

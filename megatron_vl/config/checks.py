@@ -54,8 +54,10 @@ def check_sizes(config: TrainConfig, world_size: int) -> int:
 def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
     """Checks the sizes of process groups. Returns the data-parallel size."""
     parallel, batch = config.parallel, config.global_batch_size
-    replica_ranks = parallel.replica_ranks
-    sizes = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp})
+    sizes, replica_ranks = (
+        _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp}),
+        parallel.replica_ranks,
+    )
     fields = "parallel.tp, parallel.cp or parallel.pp" if parallel.cp > 1 else "parallel.tp or parallel.pp"
     _refuse_if(
         world_size % replica_ranks,
@@ -66,11 +68,11 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
     dp = world_size // replica_ranks
     stage_ranks, expert_ranks = parallel.tp * parallel.cp * dp, parallel.ep * parallel.etp
     least_ranks = parallel.pp * math.lcm(parallel.tp * parallel.cp, expert_ranks)
-    stage_sizes = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "dp": dp})
     _refuse_if(
         stage_ranks % expert_ranks,
         f"parallel: ep {parallel.ep} x etp {parallel.etp} = {expert_ranks} ranks do not divide the"
-        f" {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage_sizes}); lower parallel.ep or etp, or"
+        f" {pluralize(stage_ranks, 'rank')} of a pipeline stage"
+        f" ({_sizes_text({'tp': parallel.tp, 'cp': parallel.cp, 'dp': dp})}); lower parallel.ep or etp, or"
         f" start a multiple of {least_ranks} processes (on one node: --nproc-per-node {least_ranks})",
     )
     _refuse_if(
@@ -87,9 +89,8 @@ def _sizes_text(sizes: dict[str, int]) -> str:
 
 
 def _near_multiples(number: int, divisor: int) -> str:
-    """The two multiples of ``divisor`` next to ``number``, if they are above 0."""
-    lower_multiple = number // divisor * divisor
-    return " or ".join(str(near) for near in (lower_multiple, lower_multiple + divisor) if near > 0)
+    lower = number // divisor * divisor
+    return " or ".join(str(near) for near in (lower, lower + divisor) if near > 0)
 
 
 def _check_row_sharing(config: TrainConfig) -> None:
@@ -171,10 +172,9 @@ def _check_steps_and_rows(config: TrainConfig) -> None:
 
 def check_fp8(config: TrainConfig, on_cpu: bool) -> None:
     """Raises RunConfigError for a run in FP8 on CPU, or with parameters in float32."""
-    recipe = config.fp8.recipe
     _refuse_if(
-        recipe != "none" and (on_cpu or config.dtype == "float32"),
-        f"fp8.recipe {recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none",
+        config.fp8.recipe != "none" and (on_cpu or config.dtype == "float32"),
+        f"fp8.recipe {config.fp8.recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none",
     )
 
 
@@ -273,16 +273,15 @@ def check_inputs(config: TrainConfig) -> None:
     _refuse_if(
         not config.model.hf, "model.hf is empty; give the Hugging Face folder that the model comes from"
     )
-    is_config_file = config.data.is_synthetic and hf_dir.is_file()
     _refuse_if(
-        not (hf_dir / "config.json").is_file() and not is_config_file,
+        not (hf_dir / "config.json").is_file() and not (config.data.is_synthetic and hf_dir.is_file()),
         f"model.hf {why_no_model(hf_dir)}",
     )
-    lora_field = f"rank {lora.rank}" if lora.rank else f"adapter {lora.adapter}"
     has_random_base = config.model.checkpoint == RANDOM_WEIGHTS and not config.data.is_synthetic
     _refuse_if(
         has_random_base and (lora.rank or lora.adapter),
-        f"lora.{lora_field} needs trained weights, which stay frozen, but model.checkpoint is"
+        f"lora.{f'rank {lora.rank}' if lora.rank else f'adapter {lora.adapter}'} needs trained weights,"
+        " which stay frozen, but model.checkpoint is"
         f" {RANDOM_WEIGHTS}; leave it empty to train adapters of the weights in model.hf",
     )
 
@@ -348,9 +347,9 @@ def check_output_dir(field_name: str, output_path: str) -> None:
 
 def check_export_weights(config: TrainConfig) -> None:
     """Raises RunConfigError if exports, which use types of tensors, find no weights in ``model.hf``."""
-    is_exported = config.checkpoint.export_hf or config.eval.answers
     _refuse_if(
-        is_exported and not any(Path(config.model.hf).glob("*.safetensors")),
+        (config.checkpoint.export_hf or config.eval.answers)
+        and not any(Path(config.model.hf).glob("*.safetensors")),
         f"an export takes names and types of tensors from the weights in model.hf, and {config.model.hf}"
         " holds none (*.safetensors); download the whole checkpoint, or set checkpoint.export_hf and"
         " eval.answers to 0",

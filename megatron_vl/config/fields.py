@@ -480,8 +480,6 @@ def field_types(config_class: type = TrainConfig, name_prefix: str = "") -> dict
     """All fields in order: dotted name -> type."""
     types_by_name: dict[str, Any] = {}
     for name, type_hint in typing.get_type_hints(config_class).items():
-        if typing.get_origin(type_hint) is typing.ClassVar:
-            continue
         is_section = dataclasses.is_dataclass(type_hint)
         types_by_name |= (
             field_types(type_hint, f"{name_prefix}{name}.") if is_section else {name_prefix + name: type_hint}

@@ -113,8 +113,9 @@ def _given_values(argv: Sequence[str]) -> Iterator[GivenValue]:
 def _file_values(path: Path) -> Iterator[GivenValue]:
     values, lines = read_run_file(path)
     for name, value in values.items():
-        is_section = name not in field_types() and isinstance(value, dict)
-        leaves = {f"{name}.{leaf}": each for leaf, each in value.items()} if is_section else {name: value}
+        leaves = {name: value}
+        if name not in field_types() and isinstance(value, dict):
+            leaves = {f"{name}.{leaf}": each for leaf, each in value.items()}
         for field, each in leaves.items():
             # What YAML merges from elsewhere has the line of its section.
             place = f"{path}, line {lines.get(field, lines.get(str(name), 1))}: "
@@ -134,7 +135,6 @@ def _read_value(parser: ArgumentParser, name: str, value: Any, place: str) -> An
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted names as the parser takes them: a dict in a dict."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         section, _, leaf = name.rpartition(".")

@@ -9,24 +9,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from os.path import commonprefix
 
-ANSWERS = "the loss is still evaluated; answer a split with `megatron-vl generate --eval.split val`"
-VIDEOS = "videos are always presented as to the released models"
-BUCKETS = "gradients are always reduced, and weights gathered, during the passes"
-PATTERNS = "all matrices get lora.rank and lora.alpha; lora.adapter reads PEFT folders that have others"
-ATTENTION = "set model.attention: auto takes the fastest kernels, reference none"
-
-MICRO_BATCH = "set data.seq_len and global_batch_size; a micro-batch is one row of packed samples"
-BATCH = "set global_batch_size, the rows of a step over all ranks"
-ZERO = "set parallel.distributed_optimizer (ZeRO-1), parallel.tp and parallel.pp"
-RATE = "set optimizer.lr"
-FOLDER = "set checkpoint.dir"
 MODEL = "set model.hf"
+FOLDER = "set checkpoint.dir"
 DATA = "set data.path: a file of records, or a folder written by `megatron-vl data convert`"
-LENGTH = "set data.seq_len"
-LORA = "set lora.rank to train adapters; without it, the weights are trained"
-RECOMPUTE = "set recompute.language and recompute.vision"
-
-REMOVED = {
+_ADVICE_BY_NAMES = {
     # Fields of a run, by their dotted name.
     "checkpoint.attempt": "leave it out: `checkpoint rollback` and `checkpoint restart-data` act once",
     "checkpoint.background": "checkpoints are always written while training continues",
@@ -38,21 +24,22 @@ REMOVED = {
     "data.packing_buffer": "the packer chooses among 64 samples",
     "data.sample_timeout_s": "reading, encoding and decoding a sample may each take 300 seconds",
     "data.shuffle_block": "blocks of 16 samples are drawn; shuffle sorted input before it is converted",
-    "eval.samples": ANSWERS,
-    "eval.max_new_tokens": ANSWERS,
+    "eval.samples, eval.max_new_tokens": (
+        "the loss is still evaluated; answer a split with `megatron-vl generate --eval.split val`"
+    ),
     "max_bad_steps": "a run stops after 10 skipped steps in a row",
-    "lora.alpha_pattern": PATTERNS,
+    "lora.alpha_pattern, lora.rank_pattern": (
+        "all matrices get lora.rank and lora.alpha; lora.adapter reads PEFT folders that have others"
+    ),
     "lora.exclude": "name what is adapted in lora.targets, if need be by a regular expression",
-    "lora.rank_pattern": PATTERNS,
-    "model.language_attention": ATTENTION,
-    "model.vision_attention": ATTENTION,
-    "model.window_attention": ATTENTION,
-    "parallel.bucket_size": BUCKETS,
-    "parallel.overlap_grad_reduce": BUCKETS,
-    "parallel.overlap_param_gather": BUCKETS,
+    "model.language_attention, model.vision_attention, model.window_attention": (
+        "set model.attention: auto takes the fastest kernels, reference none"
+    ),
+    "parallel.bucket_size, parallel.overlap_grad_reduce, parallel.overlap_param_gather": (
+        "gradients are always reduced, and weights gathered, during the passes"
+    ),
     "parallel.tp_comm_overlap": "leave it out: collectives beside products made steps 4 % slower",
-    "data.video_positions": VIDEOS,
-    "data.video_prompt": VIDEOS,
+    "data.video_positions, data.video_prompt": "videos are always presented as to the released models",
     "profile.dir": "traces go to profile/ in checkpoint.dir",
     "vision.backward_patches": "set vision.patches_a_call",
     "vision.encode_patches": "set vision.patches_a_call; calls without activations take four times as many",
@@ -68,30 +55,26 @@ REMOVED = {
     "data stats": "`megatron-vl data show` counts all samples",
     "data verify": "compare `sha256sum` of the shards with .nv-meta/convert.json of the data set",
     # Fields of a run as other programs call them.
-    "batch_size": BATCH,
+    "batch_size, gradient_accumulation_steps": "set global_batch_size, the rows of a step over all ranks",
     "bf16": "dtype is bfloat16 on GPUs unless it is set",
     "checkpoint": "set checkpoint.dir, the run's folder, or model.checkpoint, the weights to start from",
-    "cutoff_len": LENGTH,
-    "data": DATA,
-    "dataset": DATA,
-    "deepspeed": ZERO,
+    "cutoff_len, max_length": "set data.seq_len",
+    "data, dataset": DATA,
+    "deepspeed, fsdp": "set parallel.distributed_optimizer (ZeRO-1), parallel.tp and parallel.pp",
     "eval_steps": "set eval.interval",
-    "finetuning_type": LORA,
-    "fsdp": ZERO,
-    "gradient_accumulation_steps": BATCH,
-    "gradient_checkpointing": RECOMPUTE,
+    "finetuning_type, train_type": "set lora.rank to train adapters; without it, the weights are trained",
+    "gradient_checkpointing": "set recompute.language and recompute.vision",
     "gpus": "give --nproc-per-node",
-    "learning_rate": RATE,
+    "learning_rate": "set optimizer.lr",
     "max_grad_norm": "set optimizer.clip_grad",
-    "max_length": LENGTH,
-    "micro_batch_size": MICRO_BATCH,
-    "model": MODEL,
-    "model_name_or_path": MODEL,
+    "micro_batch_size, per_device_train_batch_size": (
+        "set data.seq_len and global_batch_size; a micro-batch is one row of packed samples"
+    ),
+    "model, model_name_or_path": MODEL,
     "logging_steps": "set log.interval",
     "lr_scheduler_type": "set optimizer.schedule",
     "num_train_epochs": "set epochs",
     "output_dir": FOLDER,
-    "per_device_train_batch_size": MICRO_BATCH,
     "pipeline_model_parallel_size": "set parallel.pp",
     "quantization_bit": "QLoRA is not supported; set lora.rank to adapt weights in bfloat16",
     "report_to": "set log.tensorboard or wandb.project; metrics.jsonl is always written",
@@ -100,10 +83,10 @@ REMOVED = {
     "save_total_limit": "set checkpoint.keep",
     "tensor_model_parallel_size": "set parallel.tp",
     "train_iters": "set steps",
-    "train_type": LORA,
     "val_size": "give --val-fraction",
     "warmup_ratio": "set optimizer.warmup_steps",
 }
+REMOVED = {name: advice for names, advice in _ADVICE_BY_NAMES.items() for name in names.split(", ")}
 
 OWN_OPTIONS = {MODEL: "--hf", FOLDER: "--out", DATA: "--input"}
 """Options of single commands for what other commands read from a field of a run."""
@@ -124,9 +107,7 @@ def explain_unknown(name: str, known_names: Sequence[str], words_before: Sequenc
             " `megatron-vl data convert --input FILE FILE --out DIR`, or write a blend of data sets into the"
             " run's YAML, as a list of {path, weight}"
         )
-    plain_name = name.removeprefix("--").replace("-", "_")
-    advice = REMOVED.get(plain_name) or REMOVED.get(name)
-    if advice:
+    if advice := REMOVED.get(name.removeprefix("--").replace("-", "_")) or REMOVED.get(name):
         if (own_option := OWN_OPTIONS.get(advice)) in known_names:
             advice = f"give {own_option}"
         return f"there is no {name}: {advice}"

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import sys
 import threading
@@ -37,8 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.core_fixes.default_store import default_store
-from megatron_vl.parallel.diagnosis import RunFailure
-from megatron_vl.parallel.heartbeat import HeartbeatMonitor
+from megatron_vl.parallel.heartbeat import HeartbeatMonitor, RunFailure
 from megatron_vl.system import host_memory, progress
 from megatron_vl.system.errors import TRACEBACK_VARIABLE, describe_error, follows_lost_rank, traceback_helps
 from megatron_vl.system.processes import kill_descendants
@@ -77,7 +77,8 @@ class _FailureWatcher:
 
     def publish_failure(self, store: Any, failure: RunFailure) -> RunFailure:
         """Publishes a failure unless another was published earlier. Returns the first one."""
-        first_failure = RunFailure.from_json(store.compare_set(self.store_key, "", failure.to_json()))
+        own_text = json.dumps(dataclasses.asdict(failure))
+        first_failure = RunFailure.from_json(store.compare_set(self.store_key, "", own_text))
         self.first_failure = first_failure if first_failure.message else None
         return first_failure
 
@@ -105,13 +106,12 @@ class _FailureWatcher:
 
     def failure_without_store(self) -> RunFailure:
         """The failure to report if the process that keeps the store (rank 0 or the launcher) is gone."""
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         store_lost = (
-            f"the process that keeps the store of all ranks ({address}: rank 0, or the launcher) is gone. It"
-            " was killed, or its node is lost; start again to continue from the latest checkpoint"
+            "the process that keeps the store of all ranks"
+            f" ({os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: rank 0, or the launcher) is"
+            " gone. It was killed, or its node is lost; start again to continue from the latest checkpoint"
         )
-        diagnosis = self.monitor.diagnosis
-        if diagnosis is None:
+        if (diagnosis := self.monitor.diagnosis) is None:
             return RunFailure(self.rank, store_lost, progress.describe_progress())
         return dataclasses.replace(diagnosis, message=f"{diagnosis.message}; {store_lost}")
 
@@ -284,7 +284,6 @@ def report_failure(error: Exception) -> RunFailure:
 
 
 def lost_ranks() -> tuple[int, ...]:
-    """The ranks that are known to be dead or stopped."""
     return _watcher.lost_ranks if _watcher is not None else ()
 
 
@@ -347,7 +346,6 @@ def _is_printed_already(failure: RunFailure) -> bool:
 
 
 def _print_main_stack() -> None:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     print("the stack of the main thread of the rank that hangs:", file=sys.stderr)
-    traceback.print_stack(frame)
+    traceback.print_stack(sys._current_frames().get(threading.main_thread().ident or 0))
     sys.stderr.flush()

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from megatron_vl.parallel.diagnosis import list_ranks
-from megatron_vl.parallel.heartbeat import slow_start_timeout_s
+from megatron_vl.parallel.heartbeat import list_ranks, slow_start_timeout_s
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.signals import requested_stop_signal
 
@@ -22,7 +21,6 @@ NOTE_AFTER_S = 30.0
 """Seconds after which a line says who is missing. Further lines follow, each after twice the time."""
 MAX_OPEN_FILES = 65_536
 """Enough for a process of the largest runs: one or two connections to each of some ten thousand ranks."""
-STOPPED_EARLY = "a signal stopped the run before its first step; nothing was saved"
 _LEFT = 1 << 24
 """A signal that ends the wait makes the count ``joined - _LEFT * signal number``, which is below 0."""
 
@@ -63,8 +61,9 @@ class JoinWait:
         """
         waited_s = time.monotonic() - self.start_time
         if waited_s > self.limit_s:
-            limit_text = f"To wait longer than {self.limit_s:.0f} s, raise failures.timeout_s"
-            raise JoinError(f"{describe_missing()}. {limit_text}")
+            raise JoinError(
+                f"{describe_missing()}. To wait longer than {self.limit_s:.0f} s, raise failures.timeout_s"
+            )
         if waited_s > self.next_note_s:
             self.next_note_s *= 2
             if is_reporter:
@@ -99,7 +98,7 @@ class JoinWait:
 def stop_early(signal_number: int) -> None:
     """Ends this process, which was asked to stop before its first step. Rank 0 says so."""
     if os.environ.get("RANK", "0") == "0":
-        print(STOPPED_EARLY, flush=True)
+        print("a signal stopped the run before its first step; nothing was saved", flush=True)
     raise SystemExit(128 + signal_number)
 
 
@@ -153,8 +152,9 @@ def _join(
         if signal_name := requested_stop_signal():
             # Not if one more has come meanwhile. If it was the last one, all go on, and stop together later:
             # a rank that left alone would let others wait for it until the launcher kills them.
-            left_count = num_joined - _LEFT * signal.Signals[signal_name]
-            store.compare_set(f"{key}/count", str(num_joined), str(left_count))
+            store.compare_set(
+                f"{key}/count", str(num_joined), str(num_joined - _LEFT * signal.Signals[signal_name])
+            )
             continue
         join_wait.pause(describe_missing, is_first)
     return store

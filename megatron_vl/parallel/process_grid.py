@@ -90,7 +90,6 @@ class ProcessGrid:
 
     @property
     def has_vision(self) -> bool:
-        """Whether this rank holds the vision tower."""
         return self.pp_rank == 0
 
 
@@ -200,11 +199,11 @@ def _nested_context_groups(layout: Layout) -> list[dist.ProcessGroup] | None:
     """
     if layout.key_ranks == 1:
         return None
-    ranks = torch.arange(dist.get_world_size())
-    rank_grid = ranks.view(-1, layout.key_ranks, layout.head_ranks, layout.tp)
-    head_members = rank_grid.transpose(2, 3).flatten(0, 2)
-    key_members = rank_grid.movedim(1, 3).flatten(0, 2)
-    return [_own_group(head_members, "HEADS"), _own_group(key_members, "KEYS")]
+    ranks = torch.arange(dist.get_world_size()).view(-1, layout.key_ranks, layout.head_ranks, layout.tp)
+    return [
+        _own_group(ranks.transpose(2, 3).flatten(0, 2), "HEADS"),
+        _own_group(ranks.movedim(1, 3).flatten(0, 2), "KEYS"),
+    ]
 
 
 def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGroup:

@@ -174,9 +174,9 @@ def _sendable_error(error: Exception | None) -> Exception | None:
 
 def min_over_ranks(local_value: float, device: torch.device) -> float:
     """The smallest ``local_value`` of any rank. Collective."""
-    smallest_value = torch.tensor(local_value, dtype=torch.float64, device=device)
-    dist.all_reduce(smallest_value, op=dist.ReduceOp.MIN)
-    return smallest_value.item()  # a sync; called outside of steps
+    smallest = torch.tensor(local_value, dtype=torch.float64, device=device)
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return smallest.item()  # a sync; called outside of steps
 
 
 def group_of_this_rank() -> Any:

@@ -34,7 +34,6 @@ class Platform:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
         if self.name == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
@@ -93,8 +92,6 @@ def _make_platform(platform_name: str) -> Platform:
 
         cpu.install_cpu_platform()
         return Platform("cpu", "gloo", False)
-    if platform_name != "cuda":
-        raise PlatformError(f"platform {platform_name!r} is unknown; valid: auto, cuda, cpu")
     if not torch.cuda.is_available():
         raise PlatformError("platform cuda was requested, but torch sees no GPU; use platform: cpu")
     capability = torch.cuda.get_device_capability()

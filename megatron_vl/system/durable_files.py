@@ -31,13 +31,11 @@ def fsync_path(synced_path: Path) -> None:
 
 
 def fsync_file(file_descriptor: int, file_path: Path) -> None:
-    """Flushes an open file or folder to the disk."""
     with naming_file(file_path), progress.waiting_for_disk(file_path):
         os.fsync(file_descriptor)
 
 
 def fsync_tree(dir_path: Path) -> None:
-    """Flushes a folder and everything in it to the disk."""
     for path in dir_path.iterdir():
         if path.is_dir():
             fsync_tree(path)
@@ -86,7 +84,6 @@ def write_file(final_path: Path, file_content: bytes) -> None:
 
 
 def make_dirs(dir_path: Path) -> None:
-    """Creates a folder and the missing ones above it."""
     if dir_path.is_dir():
         return
     make_dirs(dir_path.parent)

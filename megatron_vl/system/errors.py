@@ -75,8 +75,9 @@ def is_machine_fault(error: BaseException) -> bool:
     """
     if isinstance(error, OSError):
         return error.errno is not None and error.errno not in _RECORD_ERRNOS
-    is_memory_text = isinstance(error, RuntimeError) and HOST_MEMORY_PATTERN.search(str(error))
-    return isinstance(error, MemoryError | ImportError) or bool(is_memory_text)
+    return isinstance(error, MemoryError | ImportError) or bool(
+        isinstance(error, RuntimeError) and HOST_MEMORY_PATTERN.search(str(error))
+    )
 
 
 @contextlib.contextmanager
@@ -135,10 +136,10 @@ def describe_error(error: BaseException) -> str:
     if is_user_fixable(error):
         return f"{message}\n{traceback_text}"
     error_summary = " ".join(f"{type(error).__name__}: {message}".split())
-    report_advice = (
+    return (
+        f"{error_summary}\n{traceback_text}\n"
         "This is a bug in megatron-vl, or in a library that it uses: please report it with these lines."
     )
-    return f"{error_summary}\n{traceback_text}\n{report_advice}"
 
 
 def exit_code_of_error(error: BaseException) -> int:

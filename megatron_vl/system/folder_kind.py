@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""A model's name on the Hub: ``Qwen/Qwen2.5-VL-7B-Instruct``."""
-
 
 def folder_kind(path: str | Path) -> str:
     """What a folder is, and where it belongs; empty if it is no adapter, no data set and no model."""
@@ -25,9 +22,10 @@ def folder_kind(path: str | Path) -> str:
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether this is a model's name on the Hub, and no folder, also none that is missing here."""
-    owner = model.partition("/")[0]
-    return bool(HUB_NAME.fullmatch(model)) and owner != "checkpoints" and not Path(owner).exists()
+    """Whether this is a model's name on the Hub (``Qwen/Qwen2.5-VL-7B-Instruct``), and no folder, also none
+    that is missing here."""
+    owner, is_name = model.partition("/")[0], re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model)
+    return bool(is_name) and owner != "checkpoints" and not Path(owner).exists()
 
 
 def why_no_model(path: str | Path) -> str:

@@ -28,9 +28,17 @@ def available_bytes() -> int:
 
 
 def _cgroup_limits() -> list[int]:
-    """The limits in bytes of this process's control groups (versions 2 and 1), as far as they are known."""
-    byte_limits = []
-    for path in (*_cgroup_files("memory.max"), _CGROUP_ROOT / "memory/memory.limit_in_bytes"):
+    """The limits in bytes of this process's control groups, as far as they are known.
+
+    They are those of its own group and of the outermost one that it sees (version 2), and of version 1.
+    """
+    byte_limits: list[int] = []
+    group_lines: list[str] = []
+    with contextlib.suppress(OSError):
+        group_lines = Path("/proc/self/cgroup").read_text().splitlines()
+    groups = [line.partition("::")[2].lstrip("/") for line in group_lines if line.startswith("0::")]
+    own_limits = [_CGROUP_ROOT / group / "memory.max" for group in groups]
+    for path in (*own_limits, _CGROUP_ROOT / "memory.max", _CGROUP_ROOT / "memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # there is no such file, or it says "max"
             byte_limits.append(int(path.read_text()))
     return byte_limits
@@ -52,14 +60,5 @@ def memory_limits_text() -> str:
         held = psutil.Process().memory_info().rss
     except (psutil.Error, OSError):
         return "without /proc, no more is known"
-    left = available_bytes() / GIB
-    return f"this process holds {held / GIB:.1f} GiB, and its node or job has {left:.1f} GiB left"
-
-
-def _cgroup_files(file_name: str) -> list[Path]:
-    """A file of this process's control groups (version 2): its own, and the outermost one that it sees."""
-    lines = []
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    own_groups = [line.partition("::")[2].lstrip("/") for line in lines if line.startswith("0::")]
-    return [*(_CGROUP_ROOT / group / file_name for group in own_groups), _CGROUP_ROOT / file_name]
+    left = f"{available_bytes() / GIB:.1f} GiB left"
+    return f"this process holds {held / GIB:.1f} GiB, and its node or job has {left}"

@@ -24,7 +24,6 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def file_sha256(file_path: Path) -> str:
-    """The SHA-256 of a file's bytes."""
     with file_path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

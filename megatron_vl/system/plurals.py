@@ -24,5 +24,5 @@ def trained_text(parameter_count: int, trained_count: int) -> str:
     """Says how many parameters are trained; empty if all are."""
     if trained_count == parameter_count:
         return ""
-    share = trained_count / parameter_count
-    return f"trained: {trained_count:,} of {parameter_count:,} parameters ({share:.2%})"
+    counts = f"{trained_count:,} of {parameter_count:,} parameters"
+    return f"trained: {counts} ({trained_count / parameter_count:.2%})"

@@ -29,7 +29,6 @@ class RankProcess:
         return f"process {self.pid} on {self.host_name}"
 
     def is_local(self) -> bool:
-        """Whether the process runs on the machine of the current process."""
         return self.machine_id == _machine_id()
 
     def system_state(self) -> str:
@@ -66,11 +65,11 @@ def own_process() -> RankProcess:
 
 
 def _machine_id() -> str:
-    id_parts = []
-    with contextlib.suppress(OSError):
+    try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        id_parts = [boot_id, os.readlink("/proc/self/ns/pid")]
-    return " ".join([*id_parts, socket.gethostname()])
+        return f"{boot_id} {os.readlink('/proc/self/ns/pid')} {socket.gethostname()}"
+    except OSError:
+        return socket.gethostname()
 
 
 def list_children(parent_pid: int) -> dict[int, tuple[str, ...]]:
@@ -108,7 +107,6 @@ def _stopped_tree(parent: psutil.Process) -> Iterator[psutil.Process]:
 
 
 def kill_descendants() -> None:
-    """Sends SIGKILL to all descendants of this process."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process().children():
             kill_process_tree(child.pid)
@@ -123,8 +121,7 @@ def end_with_parent(parent: int = 0) -> None:
     Args:
         parent: id of the process that started this one; 0: ``multiprocessing`` knows it, or it is alive.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # It may have ended before the kernel was asked.
     parent = parent or getattr(multiprocessing.parent_process(), "pid", 0)
     if parent and os.getppid() != parent:
@@ -139,6 +136,5 @@ def tools_dir() -> Path:
 
 
 def python_path_with_tools() -> str:
-    """``PYTHONPATH`` of a process that is to find the tools."""
     paths = [str(tools_dir()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(paths))

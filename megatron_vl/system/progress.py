@@ -59,7 +59,6 @@ _syncing_files: list[str] = []
 
 
 def enter_phase(phase: str, step: int | None = None) -> None:
-    """Sets the phase that the main thread is in."""
     current_progress.phase = phase
     if step is not None:
         current_progress.step = step

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -31,11 +30,16 @@ def progress(
     """
     is_terminal = sys.stderr.isatty()
     # Without its own thread: callers fork worker processes.
-    columns = (TextColumn("{task.description}", markup=False), BarColumn())
-    console = Console(stderr=True)
-    options: dict[str, Any] = {"console": console, "transient": True, "disable": not is_terminal}
-    # A step may take minutes, and a validation or a save between two of them counts too.
-    bar = Progress(*columns, auto_refresh=False, speed_estimate_period=3600, **options)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        auto_refresh=False,
+        # A step may take minutes, and a validation or a save between two of them counts too.
+        speed_estimate_period=3600,
+        console=Console(stderr=True),
+        transient=True,
+        disable=not is_terminal,
+    )
     bar.add_task(description, total=total or None, completed=done)
     task = bar.tasks[0]
     lock, last_shown = threading.Lock(), time.monotonic()
@@ -67,5 +71,5 @@ def progress(
                 print(line, file=sys.stderr, flush=True)
 
     with bar:
-        console.show_cursor(True)  # a killed process would leave a terminal without one
+        bar.console.show_cursor(True)  # a killed process would leave a terminal without one
         yield advance

@@ -24,8 +24,6 @@ from typing import Any
 
 from megatron_vl.system.processes import end_with_parent
 
-SignalHandler = Callable[[int, FrameType | None], object] | signal.Handlers
-
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 _CTRL_C_HINT = (
@@ -39,14 +37,16 @@ def handle_stop_signals() -> None:
     set_signal_handler(STOP_SIGNALS, note_stop_request)
 
 
-def set_signal_handler(signal_numbers: Iterable[signal.Signals], signal_handler: SignalHandler) -> None:
+def set_signal_handler(
+    signal_numbers: Iterable[signal.Signals],
+    signal_handler: Callable[[int, FrameType | None], object] | signal.Handlers,
+) -> None:
     """Sets a handler for signals. SIGINT and SIGHUP stay ignored if they are.
 
     SIGINT is ignored in the background of a script, and SIGHUP under nohup.
     """
     for number in signal_numbers:
-        may_be_ignored = number in (signal.SIGINT, signal.SIGHUP)
-        if not may_be_ignored or signal.getsignal(number) != signal.SIG_IGN:
+        if number not in (signal.SIGINT, signal.SIGHUP) or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal_handler)
 
 
@@ -142,10 +142,12 @@ def survive_closed_outputs() -> None:
         if not isinstance(old_stream, io.TextIOWrapper) or old_stream.fileno() != number:
             continue  # a test has replaced the stream
         old_stream.flush()
-        file = io.BufferedWriter(_PipeSafeOutput(number, "wb", closefd=False))
         # Without a buffer (`python -u`), a stream is not line-buffered but written through.
         is_line_buffered = old_stream.line_buffering or old_stream.write_through or name == "stderr"
         lasting_stream = io.TextIOWrapper(
-            file, old_stream.encoding, old_stream.errors, line_buffering=is_line_buffered
+            io.BufferedWriter(_PipeSafeOutput(number, "wb", closefd=False)),
+            old_stream.encoding,
+            old_stream.errors,
+            line_buffering=is_line_buffered,
         )
         setattr(sys, name, lasting_stream)

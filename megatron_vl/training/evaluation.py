@@ -19,19 +19,19 @@ from pathlib import Path
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_vl.config import RunConfigError, TrainConfig
+from megatron_vl.config import RunConfigError
 from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.platform import Platform
-from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import progress
 from megatron_vl.system.errors import describe_error
 from megatron_vl.training.hooks import Hook, Trainer
 from megatron_vl.training.report.sinks import ValidationResult
+from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
-from megatron_vl.training.state.validations import read_validations
+from megatron_vl.training.state.keep import read_validations
 from megatron_vl.training.step import MtpSums, StepResult, reduce_losses, run_schedule
 
 
@@ -47,20 +47,19 @@ class Evaluate(Hook):
 
     def __init__(
         self,
-        config: TrainConfig,
-        spec: ModelSpec,
+        resolved_run: ResolvedRun,
         grid: ProcessGrid,
         platform: Platform,
-        split_facts: SplitFacts,
     ) -> None:
-        self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
+        self.config, self.spec = resolved_run.config, resolved_run.spec
+        self.grid, self.platform = grid, platform
         self.rows: list[TrainingRow] = []
         self.digest = ""
         """Of the tokens of all rows, and of which of them have loss."""
         failure, cause = "", None
         if grid.owns_loader:
             try:
-                self.rows = self._rows_of_replica(split_facts)
+                self.rows = self._rows_of_replica(resolved_run.facts_by_split[self.config.eval.split])
             except (ValueError, OSError, RuntimeError) as error:
                 # All ranks must raise this error. Otherwise, the others would wait and report a lost peer.
                 failure, cause = describe_error(error), error
@@ -74,8 +73,8 @@ class Evaluate(Hook):
         from megatron_vl.data.loader import validation_rows  # it imports Energon
 
         grid, data, eval_config = self.grid, self.config.data, self.config.eval
-        all_rows = validation_rows(data, self.spec, self.config.model.hf, eval_config.split, split_facts)
-        rows = list(itertools.islice(all_rows, eval_config.rows))
+        held_out = validation_rows(data, self.spec, self.config.model.hf, eval_config.split, split_facts)
+        rows = list(itertools.islice(held_out, eval_config.rows))
         if not rows:
             raise RunConfigError(
                 f"{data.path}: no sample of the split {eval_config.split!r} can be used, for the reasons"
@@ -87,9 +86,9 @@ class Evaluate(Hook):
         rows_per_replica = -(-len(rows) // grid.dp)
         if grid.vpp > 1:  # the interleaved schedule needs a multiple of the number of stages
             rows_per_replica = -(-rows_per_replica // grid.pp) * grid.pp
-        replica_rows = rows[grid.dp_rank :: grid.dp]
+        own_rows = rows[grid.dp_rank :: grid.dp]
         padding_row = dataclasses.replace(rows[0], loss_mask=torch.zeros_like(rows[0].loss_mask))
-        return replica_rows + [padding_row] * (rows_per_replica - len(replica_rows))
+        return own_rows + [padding_row] * (rows_per_replica - len(own_rows))
 
     def begin(self, trainer: Trainer) -> None:
         # Later losses are compared with that of the start weights. An evaluation that a kill or a stop
@@ -97,8 +96,8 @@ class Evaluate(Hook):
         run_dir = self.config.checkpoint.dir
 
         def is_evaluated() -> bool:
-            validations = read_validations(Path(run_dir))
-            return any((each.step, each.rows) == (trainer.step, self.digest) for each in validations)
+            known = ((each.step, each.rows) for each in read_validations(Path(run_dir)))
+            return (trainer.step, self.digest) in known
 
         if trainer.step == 0 or run_dir and not broadcast_from_rank_0(is_evaluated):
             self._evaluate_if_due(trainer)
@@ -116,8 +115,7 @@ class Evaluate(Hook):
     def evaluate(self, ddp_chunks: list[DistributedDataParallel]) -> ValidationResult:
         """Evaluates the current weights. Collective over all ranks."""
         start = time.perf_counter()
-        chunks = [chunk.module for chunk in ddp_chunks]
-        loss_sum, num_tokens = 0.0, 0
+        chunks, loss_sum, num_tokens = [chunk.module for chunk in ddp_chunks], 0.0, 0
         has_mtp = bool(self.config.mtp.loss)
         mtp = MtpSums()
         row_iterator = iter(self.rows) if self.grid.owns_loader else None
@@ -138,9 +136,13 @@ class Evaluate(Hook):
                 loss_sum += batch_loss
                 num_tokens += batch_tokens
         self.platform.synchronize()  # the time includes what still runs on the device
-        seconds = time.perf_counter() - start
-        mean_loss = loss_sum / max(num_tokens, 1)
-        return ValidationResult(mean_loss, num_tokens, seconds, self.digest, mtp.metrics if has_mtp else {})
+        return ValidationResult(
+            loss=loss_sum / max(num_tokens, 1),
+            loss_tokens=num_tokens,
+            elapsed_s=time.perf_counter() - start,
+            rows=self.digest,
+            more_metrics=mtp.metrics if has_mtp else {},
+        )
 
 
 @contextlib.contextmanager

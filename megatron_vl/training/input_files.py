@@ -74,7 +74,6 @@ def read_loader_digests(config: TrainConfig, description: Description) -> dict[s
 
 
 def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:
-    """Raises RunConfigError if this rank reads other files than rank 0."""
     try:
         own_digests = read_model_digests(resolved_run.config, resolved_run.source_checkpoint)
     except (OSError, UserError) as error:
@@ -85,10 +84,10 @@ def check_same_files(resolved_run: ResolvedRun, owns_loader: bool) -> None:
         expected_digests = expected_digests | resolved_run.loader_digests
     for path, digest in own_digests.items():
         if digest != expected_digests.get(path):
-            missing_text = "" if digest else ": it is missing"
             raise RunConfigError(
-                f"{socket.gethostname()}: {path} is not as rank 0 reads it{missing_text}. Give all nodes the"
-                " same files, for instance on shared storage"
+                f"{socket.gethostname()}: {path} is not as rank 0 reads it"
+                f"{'' if digest else ': it is missing'}. Give all nodes the same files, for instance on"
+                " shared storage"
             )
 
 

@@ -80,8 +80,8 @@ def check_lora_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> N
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return
-    base = open_lora(adapter_dir, spec).lora_base
-    if difference := base.difference_text(base_digest, config.model.checkpoint or config.model.hf):
+    start_dir = config.model.checkpoint or config.model.hf
+    if difference := open_lora(adapter_dir, spec).lora_base.difference_text(base_digest, start_dir):
         raise RunConfigError(f"lora.adapter: the adapters in {adapter_dir} {difference}")
 
 
@@ -93,17 +93,15 @@ def check_same_lora(checkpoint_path: Path, saved: LoraConfig, config: TrainConfi
             f"checkpoint {checkpoint_path} holds {held}, but this run has lora.rank {config.lora.rank}; give"
             " another checkpoint.dir to begin a new run"
         )
-    has_same_modules = saved_modules(spec, saved) == saved_modules(spec, config.lora)
-    if has_same_modules and fused_lora(spec, saved) == fused_lora(spec, config.lora):
+    if all(facts(spec, saved) == facts(spec, config.lora) for facts in (saved_modules, fused_lora)):
         return
 
-    # These two decide no shape and no scale.
-    current = dataclasses.replace(config.lora, dropout=saved.dropout, adapter=saved.adapter)
-    before, now = vars(saved), vars(current)
+    before, now = vars(saved), vars(config.lora)
     differences = [
         f"lora.{name} was {before[name]}, is {now[name]}"
         for name in dataclasses.asdict(LoraConfig())
-        if now[name] != before[name]
+        # The two others decide no shape and no scale.
+        if now[name] != before[name] and name not in ("dropout", "adapter")
     ]
     raise RunConfigError(
         f"the adapters in {checkpoint_path} have other shapes or scales than this run's"
@@ -117,11 +115,10 @@ def check_same_model(
 ) -> None:
     """Raises RunConfigError unless weights, which the message names, are of the model in ``model.hf``."""
     if weights_spec.different_fields(spec):
-        difference_text = f"{weights_spec.family}, {spec.family}"
-        if weights_spec.family == spec.family:
-            difference_text = f"both {spec.family}, other sizes"
+        families = list(dict.fromkeys((weights_spec.family, spec.family)))
+        difference = ", ".join(families) if families[1:] else f"both {spec.family}, other sizes"
         raise RunConfigError(
-            f"{weights_name} holds another model than model.hf {config.model.hf} ({difference_text})"
+            f"{weights_name} holds another model than model.hf {config.model.hf} ({difference})"
         )
     yarn = weights_spec.language.yarn
     if yarn not in (None, spec.language.yarn) and not config.model.rope_scaling:

@@ -77,14 +77,7 @@ def _start_indexing(
     )
     path = data_config.path if isinstance(data_config.path, str) else json.dumps(data_config.path)
     run_args = [
-        "data",
-        "index",
-        "--workers",
-        str(num_workers),
-        "--data.path",
-        path,
-        "--model.hf",
-        str(hf_dir),
+        *("data", "index", "--workers", str(num_workers), "--data.path", path, "--model.hf", str(hf_dir)),
         f"--data.chat_template={data_config.chat_template}",
         f"--data.template_arguments={json.dumps(data_config.template_arguments)}",
     ]

@@ -23,8 +23,6 @@ from megatron_vl.training.offload.build import DeferredMasterWeights, chunked_st
 from megatron_vl.training.offload.chunked_step import ChunkedStep
 from megatron_vl.training.weight_copy import copy_weights_together
 
-VISION_MODULES = ("patch_embed", "position_table", "decoder")
-MERGER_MODULES = ("merger", "deepstack_mergers")
 PartLearningRates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger. None stands for a frozen part."""
 
@@ -51,14 +49,16 @@ def _part_rate_overrides(optimizer_config: OptimizerConfig) -> dict[ParamKey, An
     """Core's overrides for the vision tower and the merger, which may have learning rates of their own."""
     overrides: dict[ParamKey, Any] = {}
     for modules, rate in (
-        (VISION_MODULES, optimizer_config.vision_lr),
-        (MERGER_MODULES, optimizer_config.merger_lr),
+        (("patch_embed", "position_table", "decoder"), optimizer_config.vision_lr),
+        (("merger", "deepstack_mergers"), optimizer_config.merger_lr),
     ):
         if rate is not None:
             # Core finds the parameters by name.
             names = (f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in modules)
-            min_rate = rate * optimizer_config.min_lr_ratio
-            overrides[ParamKey(name=tuple(names))] = {"max_lr": rate, "min_lr": min_rate}
+            overrides[ParamKey(name=tuple(names))] = {
+                "max_lr": rate,
+                "min_lr": rate * optimizer_config.min_lr_ratio,
+            }
     return overrides
 
 
@@ -111,8 +111,7 @@ def _chained_core_optimizer(
         use_gloo_process_groups=False,
         pg_collection=tower_process_groups(),
     )
-    optimizer_chains = (optimizer, tower_optimizer)
-    return ChainedOptimizer([part for chain in optimizer_chains for part in chain.chained_optimizers])
+    return ChainedOptimizer([*optimizer.chained_optimizers, *tower_optimizer.chained_optimizers])
 
 
 def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
@@ -136,7 +135,6 @@ def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
 
 
 def peak_learning_rates(config: TrainConfig) -> PartLearningRates:
-    """The highest rate of each part."""
     lr = config.optimizer.lr
     part_rates: PartLearningRates = {}
     for part in ("language", "vision", "merger"):

@@ -49,7 +49,6 @@ def explain_memory_errors(resolved_run: ResolvedRun) -> Iterator[None]:
 
 
 def gpu_memory_message(error_text: str, run: ResolvedRun) -> str:
-    """The message for a lack of GPU memory."""
     parts = [f"out of GPU memory: {_first_line(error_text).removesuffix('.')}"]
     # An error in the estimate must not hide torch's text.
     with contextlib.suppress(Exception):

@@ -38,8 +38,9 @@ def with_counted_steps(resolved_run: ResolvedRun, world_size: int) -> ResolvedRu
         passes_text = f"about {passes:.1f} passes" if passes >= 0.1 else "fewer than 0.1 passes"
     else:
         counted_config = dataclasses.replace(config, epochs=config.epochs or 1)
-        counted = dataclasses.replace(resolved_run, config=counted_config)
-        steps = broadcast_from_rank_0(lambda: count_steps(counted))
+        steps = broadcast_from_rank_0(
+            lambda: count_steps(dataclasses.replace(resolved_run, config=counted_config))
+        )
         # A run has either; from here on, it has both, because its data end after so many steps.
         validate_config(dataclasses.replace(config, steps=steps, epochs=0), world_size)
         config = dataclasses.replace(counted_config, steps=steps)

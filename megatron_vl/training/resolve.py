@@ -74,7 +74,6 @@ def resolve_run(
     # A resumed run keeps the split with which its checkpoint was saved.
     saved_layout = _saved_layout(config, spec, source_checkpoint)
     layout = run_layout(config, spec, world_size, saved_layout=saved_layout)
-    layer_split_origin = split_source(config, saved_layout)
 
     # These checks see the user's own fields, because their advice names options that differ from them.
     memory_note = check_memory(config, spec, layout, world_size, gpu) if gpu is not None else ""
@@ -89,7 +88,9 @@ def resolve_run(
         machine_memory.gpu_gib,
         machine_memory.host_gib,
     )
-    resolved_run = ResolvedRun(settled_config, spec, layout, dp, layer_split_origin, source_checkpoint)
+    resolved_run = ResolvedRun(
+        settled_config, spec, layout, dp, split_source(config, saved_layout), source_checkpoint
+    )
     return _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
 
 
@@ -122,8 +123,9 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     run_notes = [f"NOTE: {remark}" for remark in config_remarks(config, on_cpu)]
     if resolved_run.layer_split_origin != "given":
         origin = {"planned": "by FLOPs", "saved": "as it was saved"}[resolved_run.layer_split_origin]
-        layers = list(resolved_run.layout.layers_per_chunk)
-        run_notes.append(f"decoder layers of the stages {layers}: {origin}")
+        run_notes.append(
+            f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}: {origin}"
+        )
     check_free_space(config, spec)
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
@@ -133,8 +135,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         from megatron_vl.data.sample.chat import ChatEncoder
 
         # Raises if tokenizer or chat template are missing, or do not fit the model.
-        chat_encoder = ChatEncoder(config.model.hf, spec, config.data)
-        if serving_note := chat_encoder.serving_note:
+        if serving_note := ChatEncoder(config.model.hf, spec, config.data).serving_note:
             run_notes.append(f"NOTE: {serving_note}")
 
     start_weights = None
@@ -181,9 +182,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     )
 
 
-def read_split_facts(
-    config: TrainConfig, dataset_description: Description | None = None
-) -> dict[str, SplitFacts]:
+def read_split_facts(config: TrainConfig, dataset_description: Description) -> dict[str, SplitFacts]:
     """Reads the facts of each split that a run uses, about 60 bytes for each shard.
 
     Raises:
@@ -192,10 +191,8 @@ def read_split_facts(
     """
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
-    dataset_description = dataset_description or read_description(config.data.path)
-    is_read = config.eval.interval or config.eval.answers
-    splits = sorted({"train", config.eval.split} if is_read else {"train"})
-    facts_by_split = {split: dataset_description.split_facts(split) for split in splits}
+    splits = {"train", config.eval.split} if config.eval.interval or config.eval.answers else {"train"}
+    facts_by_split = {split: dataset_description.split_facts(split) for split in sorted(splits)}
     unsized = find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
     facts_by_split["train"] = dataclasses.replace(
         facts_by_split["train"], datasets_without_sizes=tuple(str(dataset.path) for dataset in unsized)

@@ -37,5 +37,4 @@ class ResolvedRun:
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends."""
         return min(self.config.steps, self.config.stop_after or self.config.steps)

@@ -16,7 +16,7 @@ from megatron_vl.system.plurals import pluralize, trained_text
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import peak_learning_rates
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.training.state.validations import best_validation, read_validations
+from megatron_vl.training.state.keep import best_validation, read_validations
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 from megatron_vl.weights.run_folder import export_dir_path, saved_checkpoints
 
@@ -46,8 +46,8 @@ def run_summary(resolved_run: ResolvedRun, platform: Platform, optimizer: Chaine
         lines.append(f"peak learning rates: {', '.join(texts)}")
     coefficient, reason = aux_loss(spec, config.model)
     if reason:
-        loss_text = f"coefficient {coefficient:g}" if coefficient else "none"
-        lines.append(f"load-balancing loss of the experts: {loss_text} ({reason})")
+        text = f"coefficient {coefficient:g}" if coefficient else "none"
+        lines.append(f"load-balancing loss of the experts: {text} ({reason})")
     return [*lines, *resolved_run.run_notes]
 
 
@@ -68,8 +68,10 @@ def end_summary(config: TrainConfig, step: int, new_steps: int, seconds: float) 
     best = best_validation(comparable)
     best_saved = best_validation([each for each in comparable if each.step in saved_dirs])
     if best is not None:
-        place = saved_dirs.get(best.step, "which was not saved")
-        lines.append(f"best validation loss: {best.loss:.6f} at step {best.step}, {place}")
+        lines.append(
+            f"best validation loss: {best.loss:.6f} at step {best.step},"
+            f" {saved_dirs.get(best.step, 'which was not saved')}"
+        )
         if best_saved not in (None, best):
             lines.append(
                 f"best of the saved steps: {best_saved.loss:.6f} at step {best_saved.step},"
@@ -86,16 +88,16 @@ def _next_command(config: TrainConfig, step_dir: Path, step: int) -> str:
     export_dir = export_dir_path(step_dir.parent, step)
     if (export_dir / "config.json").is_file():
         return shlex.join(["megatron-vl", "generate", "--checkpoint", str(export_dir), "--prompt", "Hello"])
-    words = ["megatron-vl", "export", "--checkpoint", str(step_dir), "--hf", config.model.hf]
     merge = ["--merge"] if config.lora.rank else []
-    return shlex.join([*words, *merge, "--out", f"{step_dir.parent}_hf"])
+    words = ["--checkpoint", str(step_dir), "--hf", config.model.hf, *merge, "--out", f"{step_dir.parent}_hf"]
+    return shlex.join(["megatron-vl", "export", *words])
 
 
 def skipped_steps_message(skip_reasons: list[str], step: int) -> str:
     """The message of a run that ends because its last steps were all skipped for ``skip_reasons``."""
     texts = {NOT_FINITE: "a loss or gradient that was not finite", NO_LOSS_TOKENS: "no loss tokens"}
     found = " or ".join(text for reason, text in texts.items() if reason in skip_reasons)
-    advice = ""
-    if NOT_FINITE not in skip_reasons:
-        advice = ". Only assistant turns are trained on: check that the data set has any"
-    return f"{len(skip_reasons)} consecutive steps (last: {step}) had {found}{advice}"
+    message = f"{len(skip_reasons)} consecutive steps (last: {step}) had {found}"
+    if NOT_FINITE in skip_reasons:
+        return message
+    return f"{message}. Only assistant turns are trained on: check that the data set has any"

@@ -78,12 +78,12 @@ class SourceMeter:
                 f"source/{source.source_name}/loss_tokens_seen": counts["loss_tokens"],
                 f"source/{source.source_name}/passes": made,
             }
+            numbers = [abbreviate_count(counts[name]) for name in ("samples", "loss_tokens")]
+            numbers += [] if made is None else [f"{made:.2f} passes"]
             loss_text = "-" if loss is None else f"{loss:.4f}"
-            passes_text = f", {made:.2f} passes" if made is not None else ""
-            numbers = ", ".join(map(abbreviate_count, (counts["samples"], counts["loss_tokens"])))
-            texts.append(f"{source.source_name} {loss_text} ({numbers}{passes_text})")
-        by_share = sorted(range(len(texts)), key=lambda i: self.blend_sources[i].sample_share, reverse=True)
+            texts.append(f"{source.source_name} {loss_text} ({', '.join(numbers)})")
         self.recent = count_sources([], len(self.blend_sources))
+        by_share = sorted(range(len(texts)), key=lambda i: self.blend_sources[i].sample_share, reverse=True)
         return metrics, " | ".join(texts[i] for i in sorted(by_share[:MAX_SHOWN_SOURCES]))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
@@ -91,10 +91,9 @@ class SourceMeter:
 
     def load_state_dict(self, saved_state: Mapping[str, Any]) -> None:
         """Continues the counts of a checkpoint. Names are those of the current blend."""
-        names = {source.source_key: source.source_name for source in self.blend_sources}
         for key, counts in saved_state.items():
             numbers = {name: int(counts[name]) for name in ("samples", "loss_tokens")}
-            self.totals[key] = {"name": names.get(key, str(counts["name"])), **numbers}
+            self.totals[key] = {"name": str(counts["name"])} | self.totals.get(key, {}) | numbers
 
 
 def abbreviate_count(count: float) -> str:

@@ -18,7 +18,6 @@ from megatron_vl.weights.weight_reader import WeightReader
 
 
 def start_weights_path(config: TrainConfig) -> str:
-    """The folder of the weights; empty if they are random."""
     return "" if config.model.checkpoint == RANDOM_WEIGHTS else config.model.checkpoint or config.model.hf
 
 

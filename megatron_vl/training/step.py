@@ -372,7 +372,6 @@ def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> T
     The sum runs over a table of sources and segments, because ``index_add`` is not deterministic on a GPU.
     Segments of other sources are masked, not multiplied by 0, so that a NaN shows only in its own source.
     """
-    segment_losses = torch.cat([report["segments"] for report in row_reports])
-    source = torch.cat([report["sources"] for report in row_reports])
+    losses, source = (torch.cat([report[name] for report in row_reports]) for name in ("segments", "sources"))
     is_from_source = source == torch.arange(num_sources, device=source.device)[:, None]
-    return torch.where(is_from_source, segment_losses, 0.0).sum(1)
+    return torch.where(is_from_source, losses, 0.0).sum(1)

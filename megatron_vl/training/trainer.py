@@ -34,12 +34,11 @@ from megatron_vl.system import progress
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.signals import requested_stop_signal
 from megatron_vl.training.evaluation import Evaluate
-from megatron_vl.training.hooks import Hook, SaveCheckpoints, ShowProgress
+from megatron_vl.training.hooks import Hook, Profile, SaveCheckpoints, ShowProgress
 from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.report.metrics import MetricsLog, log_rank_0
-from megatron_vl.training.report.profiling import Profile
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.run_messages import end_summary, run_summary, skipped_steps_message
@@ -190,8 +189,9 @@ class Trainer:
     @property
     def saved_tensors(self) -> list[LiveTensor]:
         """The parameters that checkpoints hold: with LoRA, those that are trained, otherwise all."""
-        has_lora = bool(self.config.lora.rank)
-        return [tensor for tensor in self.live_tensors if tensor.parameter.requires_grad or not has_lora]
+        return [
+            each for each in self.live_tensors if each.parameter.requires_grad or not self.config.lora.rank
+        ]
 
     def read_rows_of(self, data_config: DataConfig) -> None:
         """Reads all further rows from the start of this data, which need not be the run's."""
@@ -199,9 +199,12 @@ class Trainer:
         if self.grid.owns_loader:
             self._close_loader()
             self.data_loader = self._open_loader(data_config)
-        num_micro_batches = self.config.global_batch_size // self.grid.dp
         self.batches = BatchBroadcast(
-            self.grid, self.platform, self.data_loader, num_micro_batches, spec=self.spec
+            self.grid,
+            self.platform,
+            self.data_loader,
+            num_micro_batches=self.config.global_batch_size // self.grid.dp,
+            spec=self.spec,
         )
 
     def _open_loader(self, data_config: DataConfig) -> Any:
@@ -248,8 +251,7 @@ class Trainer:
             )
             self.hooks.append(SaveCheckpoints(self.checkpoint_saver, self.hf_exporter))
         if config.eval.interval:
-            split_facts = self.resolved_run.facts_by_split[config.eval.split]
-            self.hooks.append(Evaluate(config, self.spec, grid, self.platform, split_facts))
+            self.hooks.append(Evaluate(self.resolved_run, grid, self.platform))
         self.hooks += self.further_hooks
 
     # --- Restore --------------------------------------------------------------------------------------------
@@ -288,8 +290,7 @@ class Trainer:
         if not restarts_data:
             del current_fields["data.path"]  # the loader has refused another data set, wherever it lies
         try:
-            skipped = metadata["skipped_steps"]
-            self.skipped_steps = {reason: int(skipped.get(reason, 0)) for reason in SKIP_TEXTS}
+            self.skipped_steps = {each: int(metadata["skipped_steps"].get(each, 0)) for each in SKIP_TEXTS}
             self.source_totals = dict(metadata["sources"])
             saved_fields = dict(metadata["fields"])
             notes = field_change_notes(current_fields, saved_fields)
@@ -344,11 +345,9 @@ class Trainer:
             self.metrics_log.add_step(step_batch, step_result.source_counts)
             if step_result.skip_reason:
                 self.skipped_steps[step_result.skip_reason] += 1
-            is_line_due = self.step % self.config.log.interval == 0
-            if is_line_due or self.is_at_end or step_result.skip_reason:
+            if self.step % self.config.log.interval == 0 or self.is_at_end or step_result.skip_reason:
                 # Rank 0 prints, and its loader knows what the steps so far have used up of each source.
-                prints_sources = self.grid.rank == 0 and self.blend_sources
-                passes = self.data_loader.source_passes if prints_sources else {}
+                passes = self.data_loader.source_passes if self.grid.rank == 0 and self.blend_sources else {}
                 self.metrics_log.log_step(self.step, step_result, learning_rates, self.skipped_steps, passes)
 
             # A run that cannot continue saves nothing more, so that its last checkpoint is a good one.
@@ -392,13 +391,13 @@ class Trainer:
     def take_snapshot(self) -> CheckpointSnapshot:
         """This rank's state after the current step. Collective."""
         bad_sample_counts, unlogged_counts = self.metrics_log.bad_sample_state()
-        base_path = str(Path(start_weights_path(self.config)).resolve())
+        base = LoraBase(self.resolved_run.base_digest, str(Path(start_weights_path(self.config)).resolve()))
         metadata = {
             "dp": self.grid.dp,
             "num_workers": self.config.data.num_workers,
             "seq_len": self.config.data.seq_len,
             "skipped_steps": dict(self.skipped_steps),
-            **LoraBase(self.resolved_run.base_digest, base_path).entry(),
+            **base.entry(),
             "fields": self._recorded_fields(),
             "sources": self.metrics_log.source_meter.state_dict(),
             "bad_samples": bad_sample_counts,
@@ -419,7 +418,6 @@ class Trainer:
 
     @functools.cached_property
     def blend_sources(self) -> tuple[BlendSource, ...]:
-        """The sources of the blend; none if the data set is no blend."""
         sources = read_blend_sources(self.resolved_run.facts_by_split["train"].dataset_identity)
         return sources if len(sources) > 1 else ()
 
@@ -472,9 +470,12 @@ class Trainer:
             hook.end(self, has_failed=False)
         progress.enter_phase(progress.ENDING_RUN)
         dist.barrier()  # no rank ends before the others have saved
-        run_dir = self.config.checkpoint.dir
         if self.stop_requested and self.step < self.last_step:
-            hint = "start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"
+            hint = (
+                "start it again to continue"
+                if self.config.checkpoint.dir
+                else "nothing is saved, as checkpoint.dir is empty"
+            )
             log_rank_0(
                 self.grid, f"a signal stopped the run after step {self.step} of {self.config.steps}; {hint}"
             )
@@ -508,12 +509,8 @@ class Trainer:
                 if self.step == self.last_step:
                     self.checkpoint_saver.delete_old_checkpoints()
             if self.grid.rank == 0 and self.is_at_end:
-                seconds = time.monotonic() - self.start_time
-                print(
-                    *end_summary(self.config, self.step, self.step - self.first_step, seconds),
-                    sep="\n",
-                    flush=True,
-                )
+                new_steps, seconds = self.step - self.first_step, time.monotonic() - self.start_time
+                print(*end_summary(self.config, self.step, new_steps, seconds), sep="\n", flush=True)
         finally:
             if self.checkpoint_saver is not None:
                 self.checkpoint_saver.close()

@@ -11,10 +11,12 @@ import psutil
 import pytest
 
 from megatron_vl.parallel import heartbeat
-from megatron_vl.parallel.diagnosis import Heartbeat, diagnose_dead_ranks, diagnose_hang
 from megatron_vl.parallel.heartbeat import (
+    Heartbeat,
     HeartbeatMonitor,
     ProgressClock,
+    diagnose_dead_ranks,
+    diagnose_hang,
 )
 from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.system.progress import (

@@ -22,11 +22,7 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.rows.row_message import make_device_row, serialize_row, unpack_tensors
-from megatron_vl.training.rows.row_shards import (
-    RowSharding,
-    complete_part,
-    cut_text,
-)
+from megatron_vl.training.rows.row_shards import RowSharding, complete_part, cut_text
 from megatron_vl.training.trainer import Trainer
 from tests.parity.cases import THREE_HEADS
 from tests.support.ranks import in_ranks
@@ -188,11 +184,7 @@ def test_kernels_are_checked_with_the_heads_that_attention_gets(hf, family: str)
     build.choose_backend = lambda *args, causal, tries_flash_attention=True, **more: (
         "flash_attn" if causal and tries_flash_attention else choose(*args, causal=causal, **more)
     )
-    for layout, heads_per_group in (
-        ({}, 2),
-        ({"tp": 4, "sequence_parallel": True}, 1),
-        ({"cp": 4}, 1),
-    ):
+    for layout, heads_per_group in (({}, 2), ({"tp": 4, "sequence_parallel": True}, 1), ({"cp": 4}, 1)):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             trainer = trainer_of(hf, optimizer=False, **layout)
         if dist.get_rank() == 0:

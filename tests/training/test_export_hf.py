@@ -19,7 +19,9 @@ from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.tiny_run import metrics, trained, trainings
+from tests.test_processes import has_ended, wait_until
 from tests.tiny import tiny_checkpoint
+from tests.training.test_missing_sizes import start
 
 # --- What is refused ---------------------------------------------------------------------------------------
 
@@ -68,16 +70,27 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -> None:
-    """The same files, with the same bytes; a second one is not made."""
-    exporter = steps.exporter(4, 8)
-    saved = steps.save(4)
-    exporter.enqueue_export(saved)
-    assert exporter.pending_checkpoints() == {saved.path}
-    wait(exporter)
-    assert exporter.pending_checkpoints() == set() and "step 4 is exported" in capfd.readouterr().out
+def test_stopped_export_goes_on_at_the_next_start_as_that_of_the_command(steps, tmp_path, capfd) -> None:
+    """A half folder never has the name. One of other weights is set aside, a second one is not made, and
+    what lost its checkpoint goes."""
+    saved, exports = steps.save(4), steps.run / "hf"
+    first = steps.exporter(4, 8)
+    first.enqueue_export(saved)
+    assert first.pending_checkpoints() == {saved.path}
+    first.advance()
+    deadline = time.monotonic() + 60
+    while not (exports / "step_00000004.partial").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.wait_for_exports(lambda: True)  # as after a signal
+    assert "left to the next start" in capfd.readouterr().out
+    assert "step_00000004" not in names(exports)
 
-    made = steps.run / "hf" / "step_00000004"
+    (exports / "step_00000002.partial").mkdir()
+    second = steps.exporter(4, 8)
+    second.enqueue_missing_exports([saved, steps.save(5)])
+    wait(second)
+    assert "step 4 is exported" in capfd.readouterr().out and names(exports) == ["step_00000004"]
+    made = exports / "step_00000004"
     export_weights(saved.path, steps.hf, tmp_path / "by_hand")
     assert names(made) == sorted([*names(tmp_path / "by_hand"), EXPORT_FACTS_FILE])
     for path in (tmp_path / "by_hand").iterdir():
@@ -85,75 +98,45 @@ def test_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -> N
     facts = json.loads((made / EXPORT_FACTS_FILE).read_text())
     assert facts["step"] == 4 and facts["weights"]
 
-    exporter.enqueue_export(saved)
-    exporter.enqueue_export(steps.save(5))  # not due
-    assert exporter.pending_checkpoints() == set()
+    second.enqueue_export(saved)
+    assert second.pending_checkpoints() == set()
+    other = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32, seed=5)
+    second.enqueue_missing_exports([steps.save(4, of=other)])
+    wait(second)
+    assert names(exports) == ["step_00000004", "step_00000004.earlier"]
+    assert not compare_weights(made, other).differences
+    assert not compare_weights(exports / "step_00000004.earlier", steps.hf).differences
     assert [step for step in range(1, 11) if steps.exporter(4, 10).is_due(step)] == [4, 8, 10]
     assert [step for step in range(1, 11) if steps.exporter(0, 10).is_due(step)] == [10]
 
 
 @pytest.mark.slow
-def test_missing_exports_are_made_up_for_and_those_of_other_weights_set_aside(steps, tmp_path) -> None:
-    """What lost its checkpoint goes."""
-    (steps.run / "hf" / "step_00000002.partial").mkdir(parents=True)
-    exporter = steps.exporter(4, 8)
-    exporter.enqueue_missing_exports([steps.save(4), steps.save(5)])
-    wait(exporter)
-    assert names(steps.run / "hf") == ["step_00000004"]
-
-    other = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32, seed=5)
-    exporter.enqueue_missing_exports([steps.save(4, of=other)])
-    wait(exporter)
-    assert names(steps.run / "hf") == ["step_00000004", "step_00000004.earlier"]
-    assert not compare_weights(steps.run / "hf" / "step_00000004", other).differences
-    assert not compare_weights(steps.run / "hf" / "step_00000004.earlier", steps.hf).differences
-
-
-@pytest.mark.slow
-def test_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capfd) -> None:
-    """A half folder never has the name. Stopped at any moment, the next start makes a whole one of it."""
+def test_export_ends_with_a_killed_rank(steps: Steps) -> None:
     saved = steps.save(4)
-    first = steps.exporter(4, 8)
-    first.enqueue_export(saved)
-    first.advance()
-    partial = steps.run / "hf" / "step_00000004.partial"
-    deadline = time.monotonic() + 60
-    while not partial.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    first.wait_for_exports(lambda: True)  # as after a signal
-    assert "left to the next start" in capfd.readouterr().out
+
+    def export() -> None:
+        exporter = steps.exporter(4, 8)
+        exporter.enqueue_export(saved)
+        exporter.advance()
+        time.sleep(300)
+
+    rank = start(export)
+    wait_until(lambda: any("export_step" in " ".join(child.cmdline()) for child in rank.children()))
+    [process] = rank.children()
+    rank.kill()
+    wait_until(lambda: has_ended(process))
     assert "step_00000004" not in names(steps.run / "hf")
 
-    second = steps.exporter(4, 8)
-    second.enqueue_missing_exports([saved])
-    wait(second)
-    assert names(steps.run / "hf") == ["step_00000004"]
-    assert not compare_weights(steps.run / "hf" / "step_00000004", steps.hf).differences
-
 
 @pytest.mark.slow
-def test_failed_export_is_named_leaves_nothing_and_stops_nothing(steps: Steps, capfd) -> None:
-    broken = steps.save(4)
-    for path in (broken.path / "weights").glob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-    exporter = steps.exporter(4, 12)
-    exporter.enqueue_export(broken)
-    wait(exporter)
-    assert names(steps.run / "hf") == []
-    said = capfd.readouterr().out
-    assert "NOTE: step 4 could not be exported to" in said and ".safetensors" in said
-
-
-@pytest.mark.slow
-def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd) -> None:
+def test_export_that_leaves_no_room_for_the_next_checkpoint_is_named_and_stops_nothing(steps, capfd) -> None:
     exporter, saved = steps.exporter(4, 8), steps.save(4)
     with (saved.path / "optimizer.safetensors").open("wb") as file:
         file.truncate(1 << 43)  # it takes no room itself
     exporter.enqueue_export(saved)
     wait(exporter)
-    assert "GB are left for the next checkpoint" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "NOTE: step 4 could not be exported to" in said and "GB are left for the next checkpoint" in said
     assert names(steps.run / "hf") == []
 
     exporter.enqueue_export(steps.save(8))  # the last one needs no room for another
@@ -164,7 +147,8 @@ def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd) -
 # --- Within a training -------------------------------------------------------------------------------------
 
 
-TP2 = ["--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", "1"]
+QUICK = ["--data.num_workers", "0"]
+TP2 = [*QUICK, "--parallel.tp", "2", "--checkpoint.interval", "1", "--checkpoint.keep", "1"]
 
 
 @pytest.mark.ranks
@@ -203,6 +187,7 @@ def test_finished_run_makes_up_for_its_last_export(prepared: dict[str, Path]) ->
     """Asked for after the end of the run, or lost by a kill: the same command again is enough."""
     run = prepared["folder"] / "afterwards"
     export = ["--checkpoint.export_hf", "last"]
-    _, said = trainings(prepared, (run, ["--steps", "3"]), (run, ["--steps", "3", *export]))
+    words = [*QUICK, "--steps", "3"]
+    _, said = trainings(prepared, (run, words), (run, [*words, *export]))
     assert "nothing to do" in said and "step 3 is exported" in said
     assert names(run / "hf") == ["step_00000003"]

@@ -30,10 +30,12 @@ from safetensors.torch import load_file, save_file
 from converters.convert import convert_adapter, convert_weights
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert_dataset as convert_data
-from megatron_vl.config import RunConfigError, parse_config
+from data_tools.sample_sizes import index_datasets
+from megatron_vl.config import DataConfig, RunConfigError, parse_config
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
+from megatron_vl.spec.families import read_spec
 from megatron_vl.train import run_rank
 from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.resolve import resolve_run
@@ -64,6 +66,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
             out=folder / name, media_root=folder, workers=1, samples_per_shard=12, val_fraction=validation
         )
         convert_data([folder / f"{name}.json"], options)
+    index_datasets(DataConfig(path=str(folder / "data")), read_spec(hf), hf)  # a run indexes the other one
     convert_weights(hf, folder / "weights", {"tp": 1, "pp": 4})
     peft_folder(folder / "peft", hf, target_modules=["q_proj"])
     convert_adapter(folder / "peft", hf, folder / "lora")
@@ -219,7 +222,9 @@ def test_error_stays_the_reported_one_when_the_log_cannot_be_closed(monkeypatch)
 def test_samples_that_do_not_fit_end_all_replicas(prepared, tmp_path) -> None:
     half = ["--data.path", str(prepared["half"]), "--data.shuffle", "false"]
     words = options_of(prepared, tmp_path / "run", *PP2, *half)
-    message = one_message(run_apart("megatron_vl.train", words, 4))
+    ended = run_apart("megatron_vl.train", words, 4)
+    assert f"the sizes of the samples of {prepared['half']} are not known" in ended[0].stdout
+    message = one_message(ended)
     assert "96 of 104 samples could not be used" in message and "longer than seq_len" in message
     assert f"; {tmp_path / 'run' / 'quarantine.jsonl'} lists them" in message
     assert (tmp_path / "run" / "quarantine.jsonl").stat().st_size
@@ -228,7 +233,7 @@ def test_samples_that_do_not_fit_end_all_replicas(prepared, tmp_path) -> None:
 @pytest.mark.ranks
 def test_checkpoint_that_one_rank_cannot_write_ends_all(prepared, tmp_path) -> None:
     """Files of the second rank may not grow, as on a node with a full disk."""
-    options = ["--checkpoint.interval", "2"]
+    options = ["--checkpoint.interval", "2", "--data.num_workers", "0"]
     words = options_of(prepared, tmp_path / "run", *options, steps=2000)
     message = one_message(run_apart("megatron_vl.train", words, 2, file_bytes={1: 40 << 10}))
     assert "checkpoint of step 2 could not be written" in message

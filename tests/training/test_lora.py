@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from converters.convert import convert_adapter, convert_weights, export_adapter, export_weights
-from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from converters.peft_folder import ADAPTER_FILE
 from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.models.lora import add_to_output
 from megatron_vl.spec.families import read_spec
@@ -24,11 +23,10 @@ from megatron_vl.spec.lora import fused_lora, trained_table
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.trainer import Trainer
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
-from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.mixed_lora import mixed_lora
 from tests.support.ranks import in_ranks, run_module
-from tests.support.tiny_run import metrics, options_of, train, trained, trainings
+from tests.support.tiny_run import metrics, options_of, trained, trainings
 from tests.support.tiny_trainer import differences, gather, load, save, trainer_of
 from tests.support.tiny_trainer import train as train_steps
 from tests.tiny import tiny_checkpoint
@@ -56,7 +54,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "DP4": {},
             "TP4 + SP, more ranks than key heads": {"tp": 4, **SP},
             "TP2 + SP x PP2 x VPP2": {"tp": 2, "pp": 2, "vpp": 2, **SP},
-            "CP2 x TP2 + SP": {"cp": 2, "tp": 2, **SP},
             "DP4, overlap, selective recompute": {"overlap": True, **SELECTIVE},
         },
     ),
@@ -67,47 +64,31 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "alphas": {"in_proj_z": 8.0},
             "modules_to_save": [*WHOLE, "pos_embed"],
         },
-        {
-            "DP4": {},
-            "TP2 + SP": {"tp": 2, **SP},
-            "CP4, decoupled": {"cp": 4, "decoupled": True},
-        },
+        {"DP4": {}, "TP2 + SP": {"tp": 2, **SP}, "CP4, decoupled": {"cp": 4, "decoupled": True}},
     ),
     "qwen3_5_moe": (
         {"rank": 4, "targets": ["shared_experts", "experts", "k_proj"], "use_rslora": True},
-        {
-            "DP4": {},
-            "EP4 x TP2 + SP": {"ep": 4, "tp": 2, **SP},
-            "EP2 x ETP2": {"ep": 2, "etp": 2},
-            "EP2 x PP2 with overlap": {"ep": 2, "pp": 2, "overlap": True},
-        },
+        {"DP4": {}, "EP4 x TP2 + SP": {"ep": 4, "tp": 2, **SP}, "EP2 x ETP2": {"ep": 2, "etp": 2}},
     ),
 }
 """Fields of LoRA of each family, and layouts that together have each way to divide the work."""
-COMBINED = ("CP2 x TP2 + SP", "EP2 x PP2 with overlap")
-"""Layouts whose parts the others have one by one."""
-UNCOMPARED_LOGITS = {"pp", "decoupled", "fp8"}
-"""Layouts with these have no logits of a row in one call, or rounded ones."""
 
 
-@pytest.mark.parametrize("left_out", [COMBINED, pytest.param((), marks=pytest.mark.full)], ids=["", "all"])
 @pytest.mark.parametrize("family", list(LAYOUTS))
 @in_ranks(4)
-def test_lora_trains_alike_in_every_layout(hf, family: str, left_out: tuple, tmp_path: Path) -> None:
+def test_lora_trains_alike_in_every_layout(hf, family: str, tmp_path: Path) -> None:
     """Losses within 1e-5, moments within 1e-4 of those of data parallelism; the base keeps every bit.
 
-    Merged weights give the same logits. Each layout then resumes what the one before has saved: factors,
-    master weights, moments and step counts, bit for bit.
+    Merged weights give the same logits, in the second layout. Each layout then resumes what the one before
+    has saved: factors, master weights, moments and step counts, bit for bit.
     """
     lora = dataclasses.asdict(mixed_lora(read_spec(hf), alpha=32.0, **LAYOUTS[family][0]))
     first_losses: list[float] = []
     first: dict[str, Tensor] = {}
-    layouts = [item for item in LAYOUTS[family][1].items() if item[0] not in left_out]
-    for number, (name, layout) in enumerate(layouts):
+    for number, (name, layout) in enumerate(LAYOUTS[family][1].items()):
         trainer = trainer_of(hf, lora=lora, **layout)
         before = [live.parameter.detach().clone() for live in trainer.live_tensors]
-        compares_logits = number < 2 and not UNCOMPARED_LOGITS & layout.keys()
-        base_logits = local_logits(trainer) if compares_logits else None
+        base_logits = local_logits(trainer) if number == 1 else None
         # The second step sees matrices that are not zero.
         losses = [result.loss for result in train_steps(trainer, ROWS, range(2))]
         run = tmp_path / str(number)
@@ -200,7 +181,8 @@ def test_dropout_differs_where_the_inputs_do(hf, layout: dict[str, int]) -> None
     assert (whole[0] == whole[1]) == bool(layout) and cut[0] != cut[1]
 
 
-LORA = ["--lora.rank", "4", "--lora.targets", "[language,merger]", "--optimizer.lr", "1e-2"]
+QUICK = ["--data.num_workers", "0"]
+LORA = ["--lora.rank", "4", "--lora.targets", "[language,merger]", "--optimizer.lr", "1e-2", *QUICK]
 
 
 @pytest.mark.ranks
@@ -234,7 +216,6 @@ def test_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], tmp
             "lora.modules_to_save was .*, is .*; give the settings",
         ),
         (["--lora.rank", "0"], "holds LoRA of rank 4, but this run has lora.rank 0"),
-        (["--lora.targets", "[qproj]"], "'qproj' matches no matrix of this model"),
         (["--model.freeze_merger", "true"], "model.freeze_merger is set, but lora.targets names"),
         (
             ["--lora.dropout", "0.1", "--vision.placement", "decoupled"],
@@ -254,9 +235,9 @@ def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) 
     lora = (*LORA, "--lora.targets", "[language]", "--lora.modules_to_save", "[merger,patch_embed]")
     options = (*lora, "--lora.dropout", "0.1", "--parallel.tp", "2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for run, stops in ((whole, [4]), (parts, [2, 4])):
+    for run, stops in ((whole, [2]), (parts, [1, 2])):
         for stop in stops:
-            trained(prepared, run, *options, "--stop_after", str(stop), ranks=2, steps=6)
+            trained(prepared, run, *options, "--stop_after", str(stop), ranks=2, steps=3)
 
     assert [line["loss"] for line in metrics(whole)] == [line["loss"] for line in metrics(parts)]
     weights, resumed = (WeightReader(run, takes_lora=True) for run in (whole, parts))
@@ -267,37 +248,26 @@ def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) 
 
 @pytest.mark.ranks
 def test_run_rejects_lora_of_another_base(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """The same model with other numbers, and the same numbers in another layout, which are accepted."""
-    run = tmp_path / "run"
-    trained(prepared, run, *LORA, "--stop_after", "1", ranks=1, steps=3)
-    other = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32, seed=99)
-    convert_weights(other, tmp_path / "other")
-    refused = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "other"), ranks=1, steps=3)
-    assert refused.returncode == 1, refused.stderr[-2000:]
-    assert "were trained on another model" in refused.stderr
+    """The same model with other numbers, and the same numbers in another layout, which are accepted.
 
-    on_other = ("--model.checkpoint", str(tmp_path / "other"))
-    refused = train(prepared, tmp_path / "b", "--lora.adapter", str(run), *on_other, ranks=1, steps=3)
-    assert refused.returncode == 1, refused.stderr[-2000:]
-    assert f"the adapters in {run} were trained on other weights ({prepared['weights']})" in refused.stderr
-    assert f"than those in {tmp_path / 'other'}" in refused.stderr
-
-    # The base of what a run exports is what it began with, although its config comes from model.hf.
-    export = ("--checkpoint.export_hf", "last")
-    trained(prepared, tmp_path / "c", *LORA, *on_other, *export, ranks=1, steps=3)
-    peft = export_dir_path(tmp_path / "c", 3)
-    adapter_config = json.loads((peft / ADAPTER_CONFIG_FILE).read_text())
-    assert adapter_config["base_model_name_or_path"] == str(tmp_path / "other")
-    begins = ("--lora.adapter", str(peft), "--model.checkpoint", "", "--model.hf")
-    resolve_run(parse_config(options_of(prepared, tmp_path / "d", *begins, str(other))), 1)
-    refusal = rf"{peft} were .* other weights \({tmp_path / 'other'}\) than those in {prepared['hf']},"
-    with pytest.raises(RunConfigError, match=f"^lora.adapter: the adapters in {refusal}"):
-        resolve_run(parse_config(options_of(prepared, tmp_path / "d", *begins, str(prepared["hf"]))), 1)
-    with pytest.raises(WeightsError, match="were trained on other weights"):
-        export_weights(tmp_path / "c", prepared["hf"], tmp_path / "merged", merges_adapter=True)
-
+    tests/converters/test_other_weights.py has the bases that exports name.
+    """
+    run, options = tmp_path / "run", [*LORA, "--steps", "3", "--model.checkpoint"]
+    convert_weights(
+        tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32, seed=99), tmp_path / "other"
+    )
     convert_weights(prepared["hf"], tmp_path / "tp2", {"tp": 2})
-    trained(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "tp2"), ranks=1, steps=3)
+    on_other = [*options, str(tmp_path / "other")]
+    _, resumed, begun, accepted = trainings(
+        prepared,
+        (run, [*LORA, "--steps", "3", "--stop_after", "1"]),
+        (run, on_other),
+        (tmp_path / "b", ["--lora.adapter", str(run), *on_other[-2:]]),
+        (run, [*options, str(tmp_path / "tp2")]),
+    )
+    assert "were trained on another model" in resumed
+    assert f"the adapters in {run} were trained on other weights ({prepared['weights']})" in begun
+    assert f"than those in {tmp_path / 'other'}" in begun and "trained 2 steps" in accepted
 
 
 @pytest.mark.ranks
@@ -321,15 +291,9 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(prepared, tmp_path)
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), converted.read_shard(name)), name
 
-    begun = tmp_path / "begun"
-    start = ("--lora.adapter", str(tmp_path / "weights"), "--optimizer.lr", "0")
-    trained(prepared, begun, *start, ranks=1, steps=3)
-    kept = WeightReader(begun, takes_lora=True)
-    for name in stored.tensor_names():
-        assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
-
-    # Main weights in float32 are those of PEFT's file, although the parameters are rounded.
-    narrow, start = tmp_path / "narrow", ("--lora.adapter", str(folder), "--optimizer.lr", "0")
+    # Main weights in float32 are those of the adapters, although the parameters are rounded.
+    start = ("--lora.adapter", str(tmp_path / "weights"), "--optimizer.lr", "0", *QUICK)
+    narrow = tmp_path / "narrow"
     trained(prepared, narrow, *start, "--dtype", "bfloat16", "--parallel.tp", "2", ranks=2, steps=3)
     main_weights: dict[str, list[float]] = {}
     for file in (step_dir_path(narrow, 3) / "optimizer").glob("*.safetensors"):
@@ -343,8 +307,8 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(prepared, tmp_path)
     # A run takes PEFT's folder as it is. One that goes on no longer needs it, and nor does its plan.
     moved, direct = tmp_path / "peft", tmp_path / "direct"
     folder.rename(moved)
-    words = options_of(prepared, direct, "--lora.adapter", str(moved), "--optimizer.lr", "0", steps=6)
-    done = run_module("toolkit", ["train", *words, "--stop_after", "3"], 2, cwd=prepared["folder"])
+    words = options_of(prepared, direct, "--lora.adapter", str(moved), *start[2:], steps=6)
+    done = run_module("toolkit", ["train", *words, "--stop_after", "3"], 1, cwd=prepared["folder"])
     assert done.returncode == 0, done.stderr[-3000:]
     kept = WeightReader(direct, takes_lora=True)
     for name in stored.tensor_names():
@@ -354,14 +318,12 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(prepared, tmp_path)
     for config in (planned.request.config, parse_bench_options(words).config):
         assert trained_table(stored.spec, config.lora) == trained_table(stored.spec, stored.lora)
         assert fused_lora(stored.spec, config.lora) == fused_lora(stored.spec, stored.lora)
-    done = run_module("toolkit", ["train", *words], 2, cwd=prepared["folder"])
+    done = run_module("toolkit", ["train", *words], 1, cwd=prepared["folder"])
     assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr[-3000:]
 
     for options, message in (
         (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),
-        (["--lora.rank", "0"], "lora.rank is 0, but the adapters in lora.adapter .* have 4"),
         (["--lora.adapter", str(prepared["weights"])], "lora.adapter: .* holds a whole model"),
     ):
-        refused = train(prepared, tmp_path / "refused", *start, *options, ranks=1, steps=3)
-        assert refused.returncode == 1, refused.stderr[-2000:]
-        assert re.search(message, refused.stderr), refused.stderr[-2000:]
+        with pytest.raises(RunConfigError, match=message):
+            resolve_run(parse_config(options_of(prepared, tmp_path / "refused", *start, *options)), 1)

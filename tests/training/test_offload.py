@@ -9,26 +9,25 @@ import re
 import shutil
 import weakref
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vl.config import VisionConfig
-from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.offload import build
-from megatron_vl.training.offload.build import ChunkedOptimizerState, choose_offloaded, chunked_state
-from megatron_vl.training.offload.chunk_streamer import ChunkStreamer, DeviceSlot, SlotPhase
-from megatron_vl.training.offload.chunked_step import ChunkedStep
-from megatron_vl.training.offload.pinned_memory import (
+from megatron_vl.training.offload.build import choose_offloaded, chunked_state
+from megatron_vl.training.offload.chunked_step import ChunkedStep, ChunkStreamer, DeviceSlot, SlotPhase
+from megatron_vl.training.offload.state_chunks import (
+    ChunkedParameter,
+    StateChunk,
     allocate_device_chunks,
     allocate_host_chunks,
+    lay_out_chunks,
 )
-from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.state.optimizer_state import (
@@ -42,7 +41,7 @@ from megatron_vl.training.state.optimizer_state import (
 )
 from tests.support.ranks import in_ranks
 from tests.support.tiny_run import metrics, prepare, trained
-from tests.support.tiny_trainer import TinyTrainer, as_saved, gather, optimizer_state, state_of, tiny_trainer
+from tests.support.tiny_trainer import TinyTrainer, as_saved, optimizer_state, state_of, tiny_trainer
 from toolkit.checkpoint.rollback import restart_data
 
 SHARES = (0.0, 0.4, 1.0)
@@ -94,31 +93,34 @@ def steps_of(trainer: TinyTrainer, rows: list[Any], steps: range, bad: int | Non
     return outcomes
 
 
-def check_shares(
-    hf: Path, dtype: str, num_steps: int = 2, bad: int | None = None, spread: bool = True, **optimizer: Any
-) -> None:
-    """All shares give the same losses, norms and states on all ranks, and the state is where it belongs.
+def check_shares(hf: Path, dtype: str, bad: int | None = None, **optimizer: Any) -> None:
+    """All shares give the same losses, norms and states, and the state is where it belongs.
 
     Chunks are so small that parameters are cut.
-
-    Args:
-        spread: whether the state is spread over data-parallel ranks.
     """
     build.move_state_to_chunks.__defaults__ = (10 * 64 * 500,)
     first = tiny_trainer(hf, dtype=dtype, **optimizer)
-    parallel = dataclasses.replace(first.config.parallel, distributed_optimizer=spread)
-    first.config = dataclasses.replace(first.config, parallel=parallel)
     rows, plain = some_rows(first), None
     for share in SHARES:
         trainer = again(first, offload_fraction=share)
-        steps = gather(steps_of(trainer, rows, range(num_steps), bad))
+        fetched = chunks_after_passes(trainer) if share else []
+        steps = steps_of(trainer, rows, range(2), bad)
         plain = plain or steps
         assert steps == plain, share
         if share:
             check_place_of_state(trainer, share)
-    for before, after in zip(plain[0], plain[0][1:], strict=False):
-        assert (before[3] == after[3]) == bool(after[2]), "only a skipped step leaves the state"
-    assert [bool(step[2]) for step in plain[0]] == [number == bad for number in range(num_steps)]
+            num_chunks = len(chunked_state(trainer.optimizer).chunk_streamer.state_chunks)
+            assert fetched == [num_chunks] * 2, "all are fetched during the backward pass"
+    assert (plain[0][3] == plain[1][3]) == (bad == 1), "only a skipped step leaves the state"
+    assert [bool(step[2]) for step in plain] == [number == bad for number in range(2)]
+
+
+def chunks_after_passes(trainer: TinyTrainer) -> list[int]:
+    """Gets the number of chunks on the device after the passes of each step."""
+    numbers, prepare_grads = [], trainer.optimizer.prepare_grads
+    streamer = chunked_state(trainer.optimizer).chunk_streamer
+    trainer.optimizer.prepare_grads = lambda: numbers.append(streamer.num_chunks_on_device) or prepare_grads()
+    return numbers
 
 
 def check_place_of_state(trainer: TinyTrainer, share: float) -> None:
@@ -145,22 +147,12 @@ def check_place_of_state(trainer: TinyTrainer, share: float) -> None:
 
 @in_ranks()
 def test_offloaded_shares_give_the_same_bits(hf) -> None:
-    """Of weights in bf16, where the master weights move; in fp32, where they are their own masters, with a
-    skipped step; and with moments in bf16, which are all in chunks."""
-    check_shares(hf, "bfloat16")
+    """Of weights in bf16, where the master weights move, with a rate of zero; in fp32, where they are their
+    own masters, with a skipped step; and with moments in bf16, which are all in chunks, with a skipped first
+    step."""
+    check_shares(hf, "bfloat16", vision_lr=0.0)
     check_shares(hf, "float32", bad=1)
-    check_shares(hf, "bfloat16", moments_dtype="bfloat16")
-
-
-@pytest.mark.full
-@in_ranks(2)
-def test_offloaded_shares_give_the_same_bits_on_two_ranks(hf) -> None:
-    """With a state that is not spread over them, with rates of zero, and with a skipped first step."""
-    check_shares(hf, "bfloat16", num_steps=3, bad=0)
-    check_shares(hf, "bfloat16", num_steps=3, spread=False)
-    check_shares(hf, "float32", num_steps=3, spread=False)
-    check_shares(hf, "bfloat16", num_steps=3, vision_lr=0.0)
-    check_shares(hf, "bfloat16", num_steps=3, lr=0.0)
+    check_shares(hf, "bfloat16", bad=0, moments_dtype="bfloat16")
 
 
 @in_ranks()
@@ -298,61 +290,6 @@ def test_master_weights_that_leave_the_device_are_never_all_on_it(hf) -> None:
         assert allocations.most <= allocations.now() + max(sizes) + 4096, share
 
 
-def watch(moved: ChunkedOptimizerState) -> list[int]:
-    """Fills new slots with NaN, so that what is not fetched is seen. Returns a list to which the number of
-    chunks on the device is added after each bucket of the last backward pass."""
-    streamer, ahead = moved.chunk_streamer, [0]
-    make, fetch = streamer._new_slot, streamer.fetch_chunks
-
-    def filled() -> Any:
-        slot = make()
-        slot.device_buffer.fill_(255)
-        return slot
-
-    def watched(min_slots: int = 0) -> None:
-        fetch(min_slots)
-        if not min_slots:
-            ahead.append(streamer.num_chunks_on_device)
-
-    streamer._new_slot, streamer.fetch_chunks = filled, watched  # type: ignore[method-assign]
-    return ahead
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("placement", ["first_stage", "decoupled"])
-@in_ranks()
-def test_streamer_fetches_exactly_the_state_that_is_used(
-    hf, placement: Literal["first_stage", "decoupled"]
-) -> None:
-    """Everything on the device that is not to be used is NaN.
-
-    Also what is fetched during the backward pass, and dropped when its step is skipped. Without room, only
-    the update takes memory. A number that has changed in host memory is noticed.
-    """
-    first = tiny_trainer(hf).again(vision=VisionConfig(placement=placement))
-    build.move_state_to_chunks.__defaults__ = (10 * 64 * 200,)
-    rows = some_rows(first)
-    plain = steps_of(again(first), rows, range(3), bad=1)[-1]
-    for what in ("room", "no room", "host"):
-        trainer = again(first, offload_fraction=1.0)
-        moved = chunked_state(trainer.optimizer)
-        assert moved is not None
-        streamer = moved.chunk_streamer
-        if what == "no room":
-            streamer.memory_usage = lambda: (1, 1)
-        if what == "host":
-            chunk = streamer.state_chunks[0]
-            chunk.state_views(chunk.home_buffer).exp_avg[0] += 1e-3
-        ahead = watch(moved)
-        assert (steps_of(trainer, rows, range(3), bad=1)[-1] == plain) == (what != "host")
-        trainer.train_step(StepBatch(rows))
-        on_device = [max(ahead), streamer.num_chunks_on_device]
-        expected = [0, STATE_CHUNKS_ON_GPU] if what == "no room" else [len(streamer.state_chunks)] * 2
-        assert on_device == expected, what
-        streamer.wait_for_host_state()
-        assert not streamer.num_chunks_on_device
-
-
 @in_ranks()
 def test_slots_know_what_happens_to_their_chunks() -> None:
     """Each slot goes round from free to free, and a chunk is not dropped during its update.
@@ -410,7 +347,7 @@ def saved(folder: Path, step: int) -> dict[str, str]:
     return state | {"weights": facts["weights"]}
 
 
-CONSTANT = ("--optimizer.schedule", "constant", "--optimizer.warmup_steps", "0")
+CONSTANT = tuple("--optimizer.schedule constant --optimizer.warmup_steps 0 --data.num_workers 0".split())
 TP2 = ("--parallel.tp", "2", "--parallel.sequence_parallel", "true")
 BF16 = ("--optimizer.moments_dtype", "bfloat16")
 
@@ -428,11 +365,10 @@ def test_offloaded_share_resumes_any_other_in_any_layout(prepared: dict[str, Pat
 
 EXPERTS = ("--parallel.ep", "2")
 LAYOUTS = {
-    "VPP": ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]"),
+    "moments in bf16, VPP": ("--parallel.pp", "2", "--parallel.vpp", "2", *BF16),
     "tower on every rank": ("--parallel.pp", "2", "--vision.placement", "decoupled"),
-    "moments in bf16, TP2": (*TP2, *BF16),
     "moments in bf16, not spread": (*BF16, "--parallel.distributed_optimizer", "false"),
-    "frozen language": ("--model.freeze_language", "true", "--parallel.pp", "2"),
+    "frozen language, TP2": ("--model.freeze_language", "true", *TP2),
     "experts": EXPERTS,
     "experts, not spread": (*EXPERTS, "--parallel.distributed_optimizer", "false"),
 }
@@ -442,19 +378,15 @@ LAYOUTS = {
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_run_in_bf16_saves_the_same(prepared, tiny_checkpoint, tmp_path: Path, layout: str) -> None:
+    """From none in host memory to some to all: each step and each checkpoint is that of the run without."""
     if "experts" in layout:  # which have an optimizer of their own
         prepared = prepare(tmp_path / "files", tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32))
-    compare(prepared, tmp_path, *LAYOUTS[layout])
-
-
-def compare(prepared: dict[str, Path], folder: Path, *layout: str) -> None:
-    """From none in host memory to some to all: each step and each checkpoint is that of the run without."""
     saves = ("--checkpoint.interval", "1", "--checkpoint.keep", "0")
-    options = (*layout, *CONSTANT, "--dtype", "bfloat16", *saves)
-    for name, shares in {"plain": (0.0, 0.0, 0.0), "moved": SHARES}.items():
-        for step, share in enumerate(shares, 1):
-            run(prepared, folder / name, share, 2, step, *options)
+    options = (*LAYOUTS[layout], *CONSTANT, "--dtype", "bfloat16", *saves)
+    run(prepared, tmp_path / "plain", 0.0, 2, 3, *options)
+    for step, share in enumerate(SHARES, 1):
+        run(prepared, tmp_path / "moved", share, 2, step, *options)
     for step in (1, 2, 3):
-        assert saved(folder / "plain", step) == saved(folder / "moved", step), step
-    lines = [[line["loss"] for line in metrics(folder / name)] for name in ("plain", "moved")]
+        assert saved(tmp_path / "plain", step) == saved(tmp_path / "moved", step), step
+    lines = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("plain", "moved")]
     assert lines[0] == lines[1] and len(lines[0]) == 3

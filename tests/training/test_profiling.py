@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_vl.config import parse_config
-from megatron_vl.training.report.profiling import Profile
+from megatron_vl.training.hooks import Profile
 
 
 def traced(path: Path) -> tuple[set[str], int]:

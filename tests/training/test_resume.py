@@ -78,7 +78,7 @@ def test_resumed_run_names_changed_fields(tiny_checkpoint) -> None:
     fields = recorded(hf, "--steps", "8", "--model.checkpoint", "b", *changed)[1]
     assert field_change_notes(fields, saved) == [
         "fields have changed since the checkpoint: model.freeze_vision was False, is True;"
-        " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8",
+        " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8"
     ]
 
     # YaRN, which an older checkpoint did not record.
@@ -138,16 +138,22 @@ def test_changed_fields_without_effect_are_not_named(tiny_checkpoint) -> None:
     assert "model.moe_aux_loss was 0.01, is 0.0" in notes_text(experts, loss, "")
 
 
-def test_damaged_checkpoint_is_reported_with_the_last_whole_one(prepared, tmp_path) -> None:
-    run = tmp_path / "run"
+def test_damaged_and_other_checkpoints_are_refused(prepared, tmp_path, tiny_checkpoint) -> None:
+    """The message names the last whole one."""
+    run, starts = tmp_path / "run", []
     trainings(prepared, (run, []))
     for name in ("weights/manifest.json", "run.json", "optimizer/rank_00000.safetensors"):
         shutil.copytree(run, again := tmp_path / name.replace("/", "_"))
         (again / "step_00000006" / name).unlink()
         for path in (again / "step_00000004" / "loader").iterdir():
             path.write_text("{}")  # this one is damaged too
-        [said] = trainings(prepared, (again, ["--steps", "8"]))
+        starts.append((again, ["--steps", "8"]))
+    for (again, _), said in zip(starts, trainings(prepared, *starts), strict=True):
         assert said.endswith(f"files are all there: `megatron-vl checkpoint rollback {again} 2`"), said
+
+    other = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)  # not tied
+    [said] = trainings({**prepared, "hf": other}, (run, ["--steps", "8"]))
+    assert "holds another model than model.hf" in said and "both qwen2_5_vl, other sizes" in said
 
 
 def test_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
@@ -193,14 +199,6 @@ def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path
 
     [anew] = trainings(moved, (tmp_path / "new", []))
     assert "model.checkpoint" in anew and "does not exist" in anew
-
-
-def test_checkpoint_of_another_model_is_refused(prepared, tmp_path, tiny_checkpoint) -> None:
-    run = tmp_path / "run"
-    trainings(prepared, (run, ["--stop_after", "2"]))
-    other = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)  # not tied
-    [said] = trainings({**prepared, "hf": other}, (run, []))
-    assert "holds another model than model.hf" in said and "both qwen2_5_vl, other sizes" in said
 
 
 DROPPING = ["--data.seq_len", "56", "--data.max_bad_share", "1.0", "--checkpoint.interval", "1"]

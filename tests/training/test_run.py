@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.convert import convert_weights, export_weights, reshard_weights
+from converters.convert import export_weights, reshard_weights
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.security.payload import edit
@@ -45,24 +45,24 @@ def test_latest_and_every_fourth_checkpoint_are_kept(whole: Path) -> None:
     assert sorted(path.name for path in whole.glob("step_*")) == ["step_00000004", "step_00000006"]
 
 
-@pytest.mark.parametrize("other", ["tokenizer", "chat template"])
-def test_export_with_the_text_rules_of_another_folder_is_refused(prepared, whole, tmp_path, other) -> None:
+def test_export_with_the_text_rules_of_another_folder_is_refused(prepared, whole, tmp_path) -> None:
     """Its shapes do not show it. Merged weights keep what the run recorded."""
-    shutil.copytree(prepared["hf"], folder := tmp_path / "other")
-    if other == "tokenizer":
-        edit(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
-    else:
-        (folder / "chat_template.json").unlink(missing_ok=True)
-        (folder / "chat_template.jinja").write_text("another {{ messages }}")
-    reshard_weights(whole, tmp_path / "merged")
-    for weights in (whole, tmp_path / "merged"):
-        with pytest.raises(WeightsError, match=f"^{weights}.* another {other} than that in {folder},"):
-            export_weights(weights, folder, tmp_path / "out")
-        export_weights(weights, prepared["hf"], tmp_path / f"of {weights.name}")
-    convert_weights(prepared["hf"], tmp_path / "released")  # which no run has trained
-    export_weights(tmp_path / "released", folder, tmp_path / "out")
+    reshard_weights(whole, merged := tmp_path / "merged")
+    for other in ("tokenizer", "chat template"):
+        shutil.copytree(prepared["hf"], folder := tmp_path / other)
+        if other == "tokenizer":
+            edit(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
+        else:
+            (folder / "chat_template.json").unlink(missing_ok=True)
+            (folder / "chat_template.jinja").write_text("another {{ messages }}")
+        for weights in (whole, merged):
+            with pytest.raises(WeightsError, match=f"^{weights}.* another {other} than that in {folder},"):
+                export_weights(weights, folder, tmp_path / "out")
+    export_weights(merged, prepared["hf"], tmp_path / "same")
+    export_weights(prepared["weights"], folder, tmp_path / "out")  # which no run has trained
 
 
+QUICK = ["--data.num_workers", "0"]
 EVALUATION = ["--eval.interval", "3", "--eval.rows", "3"]
 EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 """What only training may change."""
@@ -70,10 +70,11 @@ EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 
 @pytest.fixture(scope="module")
 def resumed(prepared: dict[str, Path]) -> Path:
-    """The run of ``whole`` with evaluations, stopped after three steps and started again."""
+    """The run of ``whole`` with evaluations and no loader workers, stopped after three steps and started
+    again."""
     run = prepared["folder"] / "resumed"
     for options in (["--stop_after", "3"], []):
-        printed = trained(prepared, run, *LAYOUT, *EVALUATION, *options)
+        printed = trained(prepared, run, *LAYOUT, *QUICK, *EVALUATION, *options)
     assert "resumed at step 3" in printed and "nothing to do" not in printed
     return run
 
@@ -87,7 +88,7 @@ def test_run_evaluates_at_its_steps_once(resumed: Path) -> None:
 def test_validation_is_that_of_transformers_in_every_layout(prepared, resumed) -> None:
     """Compares the loss over the rows' samples on four ranks (TP and PP) and two (DP and CP)."""
     run = prepared["folder"] / "evaluated_dp2"
-    still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
+    still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1", *QUICK]
     trained(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
     shared = prepared["folder"] / "evaluated_cp2"
     context = ["--parallel.cp", "2"]
@@ -131,29 +132,15 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
 
 
 def test_split_stays_although_a_new_run_would_have_another(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """The run was begun with a split of its own. Without it, it goes on bit for bit."""
-
-    def start(run: str, *options: str) -> str:
-        printed = trained(prepared, tmp_path / run, "--parallel.pp", "2", *options, ranks=2, steps=4)
-        return printed
-
-    uneven = ["--parallel.layers", "[3,1]"]
-    start("whole", *uneven)
-    start("run", *uneven, "--stop_after", "2")
-    again = start("run")
-    assert "[3, 1]: as it was saved" in again and "resumed at step 2" in again
-    kept, expected = (
-        [[line[name] for name in EXACT] for line in metrics(tmp_path / run)] for run in ("run", "whole")
-    )
-    assert kept == expected and len(kept) == 4
-    a, b = WeightReader(tmp_path / "run"), WeightReader(tmp_path / "whole")
-    assert a.layout == b.layout and list(a.layout.layers_per_chunk) == [3, 1]
-    for name in a.tensor_names():
-        assert torch.equal(a.read_shard(name), b.read_shard(name)), name
+    """The run was begun with a split of its own, and goes on without it."""
+    stages, uneven = [*QUICK, "--parallel.pp", "2"], ["--parallel.layers", "[3,1]", "--stop_after", "1"]
+    trained(prepared, tmp_path, *stages, *uneven, ranks=2, steps=3)
+    again = trained(prepared, tmp_path, *stages, ranks=2, steps=3)
+    assert "[3, 1]: as it was saved" in again and "resumed at step 1" in again
+    assert list(WeightReader(tmp_path).layout.layers_per_chunk) == [3, 1]
 
 
 ELSEWHERE: dict[str, tuple[int, list[str]]] = {
-    "one": (1, []),
     "interleaved": (2, "--parallel.pp 2 --parallel.vpp 2 --parallel.distributed_optimizer false".split()),
     "decoupled": (2, ["--parallel.pp", "2", "--vision.placement", "decoupled", *EVALUATION]),
 }
@@ -166,7 +153,7 @@ def test_run_goes_on_in_another_layout(prepared, resumed, whole, name: str) -> N
     ranks, options = ELSEWHERE[name]
     run = prepared["folder"] / f"elastic_{name}"
     shutil.copytree(resumed / "step_00000003", run / "step_00000003")
-    trained(prepared, run, *options, ranks=ranks)
+    trained(prepared, run, *QUICK, *options, ranks=ranks)
     lines = metrics(run)
     assert [line["step"] for line in lines] == [4, 5, 6]
     for ours, theirs in zip(lines, metrics(whole)[3:], strict=True):
@@ -179,9 +166,14 @@ def test_run_goes_on_in_another_layout(prepared, resumed, whole, name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "victim", ["optimizer/rank_00001.safetensors", "weights/tp01_pp00.safetensors", "loader/dp_00000.json"]
+    ("victim", "damage"),
+    [
+        ("optimizer/rank_00001.safetensors", "flip"),
+        ("weights/tp01_pp00.safetensors", "flip"),
+        ("loader/dp_00000.json", "cut"),
+        ("optimizer/rank_00002.safetensors", "remove"),
+    ],
 )
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damaged_checkpoint_is_refused_by_name(prepared, resumed, victim: str, damage: str) -> None:
     """What resume reads is verified against its hash; one flipped bit is enough."""
     source = resumed / "step_00000003"

@@ -15,7 +15,8 @@ from toolkit.checkpoint.contents import verify_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-LAYOUT = ["--parallel.ep", "2"]
+QUICK = ["--data.num_workers", "0"]
+LAYOUT = ["--parallel.ep", "2", *QUICK]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_run_goes_on_in_another_layout(prepared, whole, tmp_path) -> None:
     samples and losses within 1e-6."""
     options = "--parallel.tp 2 --parallel.sequence_parallel true --parallel.ep 2 --parallel.etp 2".split()
     shutil.copytree(whole / "step_00000003", tmp_path / "step_00000003")
-    trained(prepared, tmp_path, *options, "--model.moe_aux_loss", "0.01")
+    trained(prepared, tmp_path, *options, *QUICK, "--model.moe_aux_loss", "0.01")
     lines = metrics(tmp_path)
     assert [line["step"] for line in lines] == [4, 5, 6]
     for ours, theirs in zip(lines, metrics(whole)[3:], strict=True):

@@ -1,4 +1,4 @@
-"""Losses and counts by source: by hand, in a printed line, and in layouts of several ranks."""
+"""Losses and counts by source: in a printed line, and in layouts of several ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ import pytest
 import torch
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
-from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.training.report.sinks import scalar_metrics
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast
-from megatron_vl.training.rows.row_message import (
-    make_device_row,
-    serialize_row,
-    source_loss_tokens,
-    unpack_tensors,
-)
+from megatron_vl.training.rows.row_message import make_device_row, serialize_row, unpack_tensors
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter, count_sources
 from megatron_vl.training.step import _loss_by_source, reduce_losses, run_schedule, token_loss
 from megatron_vl.training.trainer import Trainer
@@ -29,50 +23,18 @@ from tests.support.tiny_trainer import gather, trainer_of
 from toolkit.parity.case import draw_samples
 
 
-def row_of(*samples: tuple[int, list[float]], length: int = 12) -> TrainingRow:
-    """A row of samples, each of them (source, weights of its tokens)."""
-    spec = spec_of("qwen2_5_vl")
-    made = [TokenizedSample(torch.arange(len(weights)) + 5, torch.tensor(weights)) for _, weights in samples]
-    row = pack_row(made, spec, length)
-    row.source_indices = [source for source, _ in samples]
-    row.sample_keys = [str(number) for number in range(len(samples))]
-    return row
-
-
-def reported(row: TrainingRow, losses: list[float]) -> tuple[float, dict[str, torch.Tensor]]:
-    """(loss sum, report) of a row with these losses of its tokens, after its way through the feed."""
+def test_loss_that_is_not_finite_shows_in_its_own_source_alone():
+    """A label is the next token, so the mask of a sample moves forward by one."""
+    weights = ([0, 1, 1, 0], [0, 0, 0.5], [0, 1])
+    samples = [TokenizedSample(torch.arange(len(each)) + 5, torch.tensor(each)) for each in weights]
+    row = pack_row(samples, spec_of("qwen2_5_vl"), 12)
+    row.source_indices, row.sample_keys = [2, 0, 2], ["0", "1", "2"]
     header, buffers = serialize_row(row)
     device_row = make_device_row(header, unpack_tensors(header, buffers))
-    total, _, report = token_loss(device_row, torch.tensor([losses]))
-    return total.item(), report
-
-
-FIRST = row_of((2, [0, 1, 1, 0]), (0, [0, 0, 0.5]), (2, [0, 1]))
-SECOND = row_of((0, [0, 1, 2]), (1, [0, 0]))
-
-
-def test_losses_of_sources_by_hand():
-    """A label is the next token, so the mask of a sample moves forward by one.
-
-    First row: source 2 learns tokens 0 and 1 (losses 1, 2), source 0 token 5 with weight 0.5 (loss 6),
-    source 2 token 7 (loss 8). Second row: source 0 learns tokens 0 and 1 (losses 1 and 2, weights 1 and 2),
-    source 1 nothing. Weights do not change the number of loss tokens, which is 4 and 2.
-    """
-    first, one = reported(FIRST, [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
-    second, two = reported(SECOND, [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12])
-    assert (first, second) == (1 + 2 + 3 + 8, 1 + 4)
-    assert one["loss"].tolist() == [first, 4] and two["loss"].tolist() == [second, 2]
-    assert one["segments"].tolist() == [3, 3, 8, 0] and one["sources"].tolist() == [2, 0, 2, -1]
-    assert _loss_by_source([one, two], 4).tolist() == [3 + 5, 0, 3 + 8, 0]
-
-    counts = count_sources([source_loss_tokens(FIRST), source_loss_tokens(SECOND)], 4)
-    assert counts.samples.tolist() == [2, 1, 2, 0] and counts.tokens.tolist() == [3, 0, 3, 0]
-
-
-def test_loss_that_is_not_finite_shows_in_its_own_source_alone():
-    _, report = reported(FIRST, [1.0, 2, 3, 4, 5, math.nan, 7, 8, 9, 10, 11, 12])
+    losses = torch.tensor([[1.0, 2, 3, 4, 5, math.nan, 7, 8, 9, 10, 11, 12]])
+    _, tokens, report = token_loss(device_row, losses)
     source0, source1, source2 = _loss_by_source([report], 3).tolist()
-    assert math.isnan(source0) and (source1, source2) == (0, 3 + 8)
+    assert math.isnan(source0) and (source1, source2) == (0, 1 + 2 + 8) and tokens == 4
 
 
 def counts_of(*numbers: list[float]) -> SourceCounts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from converters.add_tokens import add_tokens
 from converters.convert import convert_weights
 from converters.hf_checkpoint import HfCheckpoint
-from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig, RunConfigError, parse_config
 from megatron_vl.data.sample.tokenizer import load_tokenizer
@@ -21,6 +19,7 @@ from megatron_vl.training.start_weights import check_start_weights
 from megatron_vl.weights.model_digest import model_digest
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.fp8_folders import fp8_folder
+from tests.data.datasets import converted
 from tests.support.tiny_run import trained
 from tests.tiny import TINY_FAMILIES, tiny_checkpoint
 
@@ -64,27 +63,13 @@ def test_added_tokens_of_a_fp8_folder_train(tmp_path) -> None:
     hf = tmp_path / "hf"
     add_tokens(tmp_path / "fp8", tmp_path / "tokens.txt", hf)
     used = tokens[290:]
-    (tmp_path / "data.json").write_text(
-        json.dumps(
-            [
-                {
-                    "conversations": [
-                        {"from": "human", "value": "Where?"},
-                        {"from": "gpt", "value": f"At {used[i % 10]}."},
-                    ]
-                }
-                for i in range(24)
-            ]
-        )
-    )
-    convert_dataset(
-        [tmp_path / "data.json"],
-        ConversionOptions(out=tmp_path / "data", media_root=tmp_path, workers=1, val_fraction=0),
-    )
-    index_datasets(DataConfig(path=str(tmp_path / "data")), read_spec(hf), hf)
-    prepared = {"folder": tmp_path, "hf": hf, "weights": "", "data": tmp_path / "data"}
-    words = ["--parallel.tp", "2", "--optimizer.weight_decay", "0", "--optimizer.warmup_steps", "0"]
-    printed = trained(prepared, tmp_path / "run", *words, ranks=2, steps=2)
+    question = {"from": "human", "value": "Where?"}
+    answers = [{"from": "gpt", "value": f"At {used[i % 10]}."} for i in range(24)]
+    data = converted(tmp_path, [{"conversations": [question, answer]} for answer in answers])[0]
+    index_datasets(DataConfig(path=str(data)), read_spec(hf), hf)
+    prepared = {"folder": tmp_path, "hf": hf, "weights": "", "data": data}
+    words = "--data.num_workers 0 --parallel.tp 2 --optimizer.weight_decay 0 --optimizer.warmup_steps 0"
+    printed = trained(prepared, tmp_path / "run", *words.split(), ranks=2, steps=2)
     assert "rounded once to bfloat16" in printed
     start, after = HfCheckpoint(hf), WeightReader(tmp_path / "run")
     name = "embedding.word_embeddings.weight"

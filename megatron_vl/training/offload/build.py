@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -17,10 +17,14 @@ from torch.overrides import TorchFunctionMode
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
-from megatron_vl.training.offload.chunked_step import ChunkedStep
-from megatron_vl.training.offload.pinned_memory import allocate_device_chunks, allocate_host_chunks
-from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
+from megatron_vl.training.offload.chunked_step import ChunkedStep, ChunkStreamer
+from megatron_vl.training.offload.state_chunks import (
+    ChunkedParameter,
+    StateChunk,
+    allocate_device_chunks,
+    allocate_host_chunks,
+    lay_out_chunks,
+)
 from megatron_vl.training.weight_copy import shard_destinations
 
 
@@ -31,7 +35,6 @@ class ChunkedOptimizerState:
     parameters_by_id: dict[int, ChunkedParameter]
     """The parameters by the ``id()`` of their tensor in the optimizer's groups."""
     chunk_streamer: ChunkStreamer
-    """The streamer of the chunks in host memory."""
 
     @property
     def host_bytes(self) -> int:
@@ -84,7 +87,7 @@ def move_state_to_chunks(
         None if nothing is in chunks.
     """
     plans = _plan_parameters(optimizer, offload_fraction, moments_dtype)
-    parameters = [parameter for plan in plans for parameter in plan.parameters]
+    parameters = [parameter for _, on_host, on_device in plans for parameter in (*on_host, *on_device)]
     if not parameters:
         return None
 
@@ -97,58 +100,58 @@ def move_state_to_chunks(
     # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
     streamed_chunks: list[StateChunk] = []
     chunk_numbers = []
-    for plan in plans:
+    for _, on_host, _ in plans:
         first_number = len(streamed_chunks)
-        streamed_chunks += lay_out_chunks(plan.host_parameters, chunk_bytes, moments_dtype)
+        streamed_chunks += lay_out_chunks(on_host, chunk_bytes, moments_dtype)
         chunk_numbers.append(range(first_number, len(streamed_chunks)))
     allocate_host_chunks(streamed_chunks, is_pinned=platform.name == "cuda")
     streamer = ChunkStreamer(streamed_chunks, platform.device, platform.memory_usage)
 
-    for plan, numbers in zip(plans, chunk_numbers, strict=True):
-        device_chunks = lay_out_chunks(plan.device_parameters, chunk_bytes, moments_dtype)
+    for (sub_optimizer, on_host, on_device), numbers in zip(plans, chunk_numbers, strict=True):
+        device_chunks = lay_out_chunks(on_device, chunk_bytes, moments_dtype)
         allocate_device_chunks(device_chunks, platform.device)
-        adam = plan.sub_optimizer.optimizer
-        adam.step = ChunkedStep(adam, plan.parameters, device_chunks, streamer, numbers)
-        _skip_in_core_copy(plan.sub_optimizer, plan.parameters)
+        adam = sub_optimizer.optimizer
+        adam.step = ChunkedStep(adam, [*on_host, *on_device], device_chunks, streamer, numbers)
+        _skip_in_core_copy(sub_optimizer, [*on_host, *on_device])
     for parameter in parameters:
         parameter.wait_for_host_state = streamer.wait_for_host_state
-    parameters_by_id = {id(parameter.main_param): parameter for parameter in parameters}
-    optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, streamer)
+    optimizer.chunked_state = ChunkedOptimizerState(
+        {id(each.main_param): each for each in parameters}, streamer
+    )
     return optimizer.chunked_state
 
 
-class _ParameterPlan(NamedTuple):
-    """The parameters of one optimizer of the chain whose state moves to chunks."""
-
-    sub_optimizer: Any
-    host_parameters: list[ChunkedParameter]
-    device_parameters: list[ChunkedParameter]
-
-    @property
-    def parameters(self) -> list[ChunkedParameter]:
-        return [*self.host_parameters, *self.device_parameters]
+_Plan = tuple[Any, list[ChunkedParameter], list[ChunkedParameter]]
+"""An optimizer of the chain, its parameters with state in host memory, and those with state on the device."""
 
 
 def _plan_parameters(
     optimizer: ChainedOptimizer, offload_fraction: float, moments_dtype: torch.dtype
-) -> list[_ParameterPlan]:
+) -> list[_Plan]:
     """Chooses the parameters whose state moves to chunks, and fills the master weights of all others."""
-    plans: list[_ParameterPlan] = []
-    parameters: list[tuple[ChunkedParameter, _ParameterPlan]] = []
+    plans: list[_Plan] = []
+    parameters: list[tuple[ChunkedParameter, _Plan]] = []
     for sub_optimizer in optimizer.chained_optimizers:
         if not getattr(sub_optimizer, "is_stub_optimizer", False):
-            plans.append(_ParameterPlan(sub_optimizer, [], []))
-            parameters += [(each, plans[-1]) for each in list_chunked_parameters(sub_optimizer)]
+            plans.append((sub_optimizer, [], []))
+            weights_by_id = {
+                id(main_param): weight for weight, main_param in weight_destinations(sub_optimizer)
+            }
+            parameters += [
+                (ChunkedParameter(main_param, weights_by_id.get(id(main_param)), group), plans[-1])
+                for group in sub_optimizer.optimizer.param_groups
+                for main_param in group["params"]
+            ]
 
     sizes = [parameter.main_param.numel() for parameter, _ in parameters]
     offloaded = choose_offloaded(sizes, offload_fraction)
-    for i, (parameter, plan) in enumerate(parameters):
+    for i, (parameter, (_, on_host, on_device)) in enumerate(parameters):
         if i in offloaded:
-            plan.host_parameters.append(parameter)
+            on_host.append(parameter)
         elif moments_dtype == torch.float32:
             fill_master_weight(parameter)
         elif sizes[i]:
-            plan.device_parameters.append(parameter)
+            on_device.append(parameter)
     return plans
 
 
@@ -177,14 +180,6 @@ def fill_master_weight(chunked_parameter: ChunkedParameter) -> None:
         main_param.copy_(weight.view_as(main_param))
 
 
-def list_chunked_parameters(sub_optimizer: Any) -> Iterator[ChunkedParameter]:
-    """The parameters of one optimizer of the chain, in the order of its groups."""
-    weights_by_id = {id(main_param): weight for weight, main_param in weight_destinations(sub_optimizer)}
-    for param_group in sub_optimizer.optimizer.param_groups:
-        for main_param in param_group["params"]:
-            yield ChunkedParameter(main_param, weights_by_id.get(id(main_param)), param_group)
-
-
 def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """(weight in the model, master weight) of the parameters whose weights in the model are bf16.
 
@@ -195,11 +190,10 @@ def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
             sub_optimizer, sub_optimizer.shard_fp32_from_float16_groups, sub_optimizer.model_float16_groups
         )
     elif isinstance(sub_optimizer, Float16OptimizerWithFloat16Params):
-        for weights, main_params in zip(
-            sub_optimizer.float16_groups, sub_optimizer.fp32_from_float16_groups, strict=True
-        ):
-            for weight, main_param in zip(weights, main_params, strict=True):
-                yield weight.detach().view(-1), main_param
+        groups = (sub_optimizer.float16_groups, sub_optimizer.fp32_from_float16_groups)
+        weights, main_params = (itertools.chain.from_iterable(each) for each in groups)
+        for weight, main_param in zip(weights, main_params, strict=True):
+            yield weight.detach().view(-1), main_param
 
 
 def _skip_in_core_copy(sub_optimizer: Any, chunked_parameters: list[ChunkedParameter]) -> None:

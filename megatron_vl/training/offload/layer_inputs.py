@@ -25,14 +25,14 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.pinned_memory import allocate_host_bytes
+from megatron_vl.training.offload.state_chunks import allocate_host_bytes
 
 PIECE_BYTES = 16 * 2**20
 """Size of a piece of host memory. Pieces of one size suit inputs of any length, and the memory that torch
 pins, whose sizes are powers of two."""
 _COPY_PRIORITY = -3
 """Priority of the stream of copies, which no other stream has. The copies of optimizer state have -1 and -2
-(:mod:`megatron_vl.training.offload.chunk_streamer` says why they need their own)."""
+(:mod:`megatron_vl.training.offload.chunked_step` says why they need their own)."""
 
 
 class LayerInputOffload:
@@ -47,7 +47,6 @@ class LayerInputOffload:
         self.free_pieces: list[Tensor] = []
         """Pieces of host memory that hold no input, uint8 [PIECE_BYTES] each."""
         self.num_pieces = 0
-        """Number of pieces of host memory, with and without an input."""
 
         # The forward pass of a block that runs now.
         self._hooks = contextlib.ExitStack()
@@ -108,10 +107,7 @@ class LayerInputOffload:
             )
             self.free_pieces.append(allocate_host_bytes(PIECE_BYTES, self.is_pinned, refusal))
             self.num_pieces += 1
-        first_taken = len(self.free_pieces) - count
-        taken_pieces = self.free_pieces[first_taken:]
-        del self.free_pieces[first_taken:]
-        return taken_pieces
+        return [self.free_pieces.pop() for _ in range(count)]
 
 
 def offload_layer_inputs(modules: Sequence[nn.Module], platform: Platform) -> LayerInputOffload:
@@ -133,13 +129,9 @@ class HostInput:
     """
 
     def __init__(self, offload: LayerInputOffload, tensor: Tensor, previous: HostInput | None) -> None:
-        self.offload = offload
-        self.previous = previous
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.device = tensor.device
+        self.offload, self.previous = offload, previous
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.copied_event: Any = torch.cuda.Event()
-        """CUDA event of the end of the last copy, in either direction."""
         self._device_tensor: Tensor | None = None
 
         tensor_pieces = _pieces_of(tensor)
@@ -154,7 +146,6 @@ class HostInput:
         self.offload.free_pieces += self._host_pieces
 
     def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
-        """Copies pieces, of which one side may have more room."""
         copy_stream = self.offload.copy_stream
         with torch.cuda.stream(copy_stream):
             for source, target in zip(sources, targets, strict=True):
@@ -163,7 +154,6 @@ class HostInput:
             self.copied_event.record(copy_stream)
 
     def fetch(self) -> None:
-        """Begins to copy the input back."""
         if self._device_tensor is not None:
             return
         self._device_tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -178,13 +168,10 @@ class HostInput:
         if self.previous is not None:
             self.previous.fetch()
 
-        device_tensor = self._device_tensor
-        self._device_tensor = None
+        device_tensor, self._device_tensor = self._device_tensor, None
         assert device_tensor is not None
         return device_tensor
 
 
 def _pieces_of(tensor: Tensor) -> list[Tensor]:
-    """Views of a contiguous tensor's bytes, of at most :data:`PIECE_BYTES` each."""
-    tensor_bytes = tensor.detach().view(-1).view(torch.uint8)
-    return list(tensor_bytes.split(PIECE_BYTES))
+    return list(tensor.detach().view(-1).view(torch.uint8).split(PIECE_BYTES))

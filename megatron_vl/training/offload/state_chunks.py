@@ -1,4 +1,4 @@
-"""Optimizer state in chunks: parameters, their slices, and the chunks that hold the slices."""
+"""Optimizer state in chunks: parameters, their slices, the chunks that hold the slices, and their memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.kernels.optimizer.master_halves import join_master, split_master
+from megatron_vl.system import progress
 
 SLICE_ALIGNMENT = 64
 """Each slice begins at a multiple of this number of elements in its chunk."""
@@ -25,7 +26,6 @@ class ChunkedParameter:
     """The weight in the model, bf16 [N]; None if ``main_param`` is the model's weight."""
     param_group: dict[str, Any]
     step_count: int = 0
-    """Adam's step count."""
     chunk_slices: list[ChunkSlice] = field(default_factory=list)
     wait_for_host_state: Callable[[], None] = lambda: None
     """Waits until the chunks hold the state of the last update."""
@@ -118,14 +118,12 @@ class ChunkSlice:
     chunk_offset: int
 
     def slice_of_state(self, chunk_state: AdamStateViews) -> AdamStateViews:
-        """The part of the chunk's state that belongs to these elements."""
         elements = slice(self.chunk_offset, self.chunk_offset + self.end - self.start)
         return AdamStateViews(
             chunk_state.exp_avg[elements], chunk_state.exp_avg_sq[elements], chunk_state.low_bits[elements]
         )
 
     def slice_of_shard(self, shard_tensor: Tensor) -> Tensor:
-        """These elements of a tensor in the shape of the parameter's shard."""
         return shard_tensor.detach().view(-1)[self.start : self.end]
 
 
@@ -134,7 +132,6 @@ class StateChunk:
     """State of ``num_elements`` elements that is copied and updated together."""
 
     has_split_master: bool
-    """Whether the chunk holds the lower halves of master weights."""
     moments_dtype: torch.dtype
     num_elements: int = 0
     home_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
@@ -188,3 +185,30 @@ def lay_out_chunks(
                 chunk.num_elements += -(-(end - start) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
                 room, start = max_elements - chunk.num_elements, end
     return chunks
+
+
+def allocate_device_chunks(state_chunks: list[StateChunk], device: torch.device) -> None:
+    """Allocates the memory of chunks that stay on the device, all zero."""
+    for chunk in state_chunks:
+        chunk.home_buffer = torch.zeros(chunk.size_bytes, dtype=torch.uint8, device=device)
+
+
+def allocate_host_chunks(state_chunks: list[StateChunk], is_pinned: bool) -> None:
+    """Allocates the chunks' host memory, all zero (:func:`allocate_host_bytes`)."""
+    total_gib = sum(chunk.size_bytes for chunk in state_chunks) / 2**30
+    refusal = f"{total_gib:.1f} GiB of host memory could not be pinned for optimizer.offload_fraction"
+    for chunk in state_chunks:
+        chunk.home_buffer = allocate_host_bytes(chunk.size_bytes, is_pinned, refusal).zero_()
+        progress.note_progress()
+
+
+def allocate_host_bytes(num_bytes: int, is_pinned: bool, refusal: str) -> Tensor:
+    """Host memory, uint8 [num_bytes].
+
+    Raises:
+        MemoryError: the host has too little memory that can be pinned. The message begins with ``refusal``.
+    """
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    except RuntimeError as error:
+        raise MemoryError(f"{refusal}: {error}") from error

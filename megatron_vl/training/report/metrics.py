@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.core_fixes.default_store import default_store
 from megatron_vl.data.source.bad_samples import DROPPED_PREFIX, BadSampleMeter, details_by_reason
 from megatron_vl.data.source.blend import BlendSource
 from megatron_vl.estimate.flops import needed_flops, row_sizes
@@ -24,18 +25,19 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.training.optimizer import PartLearningRates
-from megatron_vl.training.report.gather import Rank0Gather
 from megatron_vl.training.report.sinks import MetricsSink, ValidationResult, append_lines, open_metrics_sinks
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter
 from megatron_vl.training.step import SKIP_TEXTS, StepResult
 
-MAX_LIST_BYTES = 4 << 20
-"""Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""
+MAX_LISTED_SAMPLES = 10_000
+"""Largest number of samples that a printed line lists from all ranks together, about 3 MB."""
 MAX_BACKLOG_SAMPLES = 10_000
 """Largest number of samples that a rank keeps for the lists of later lines. Further ones are only counted."""
 LINE_CHARS = 100
 """Largest width of a printed line, unless a single part of it is longer."""
+_PART_BYTES = 1 << 20
+"""Size of one entry of the store in bytes. The store's server refuses values of 8 MiB."""
 _LARGEST = ("data_wait_s", "memory_gib")
 """The fields of :class:`StepMetrics` that are reduced to their maximum; all others are summed."""
 
@@ -57,7 +59,7 @@ class StepMetrics:
     patches: int = 0
     dropped_samples: int = 0
     sending_ranks: int = 0
-    """Ranks that also send a message (see :mod:`megatron_vl.training.report.gather`)."""
+    """Ranks that also send a message (see :class:`Rank0Gather`)."""
     data_wait_s: float = 0.0
     memory_gib: float = 0.0
 
@@ -91,6 +93,60 @@ class StepMetrics:
         }
 
 
+class Rank0Gather:
+    """Sends lists of samples and counts by reason from the loaders' owners to rank 0, and its answer to all
+    ranks, in rounds.
+
+    They go through the key-value store of the process group, from host to host, whenever a step is printed.
+    Only rank 0 and the ranks that have something to send take part, and no GPU memory is used. An earlier
+    reduction has counted the senders (``StepMetrics.sending_ranks``). Either every rank takes part in a
+    round, or none does: all add 1 to ``round_number`` when one begins.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.round_number = 0
+        self.answer_key = ""
+
+    def send_message(self, sort_order: int, message: Any) -> None:
+        """Leaves ``message`` (JSON) for rank 0. Rank 0 sorts the messages by ``sort_order``."""
+        store, text = default_store(), json.dumps([sort_order, message])
+        slot = store.add(self._key("slots"), 1) - 1
+        starts = range(0, len(text), _PART_BYTES)
+        for number, start in enumerate(starts):
+            store.set(self._key(slot, number), text[start : start + _PART_BYTES])
+        # Last, because rank 0 waits for it.
+        store.set(self._key(slot, "parts"), str(len(starts)))
+
+    def receive_messages(self, num_senders: int) -> list[Any]:
+        """On rank 0: waits for the messages of ``num_senders`` ranks; returns them in their order."""
+        messages = []
+        for slot in range(num_senders):
+            num_parts = int(self._take(slot, "parts"))
+            messages.append(json.loads("".join(self._take(slot, number) for number in range(num_parts))))
+        default_store().delete_key(self._key("slots"))
+        return [message for _, message in sorted(messages, key=lambda entry: entry[0])]
+
+    def share_answer(self, answer: Any = None) -> Any:
+        """Returns on every rank the ``answer`` that rank 0 passes. Collective."""
+        store, previous_key, self.answer_key = default_store(), self.answer_key, self._key("answer")
+        if self.rank == 0:
+            store.set(self.answer_key, json.dumps(answer))
+            if previous_key:  # all ranks have read it, because they have begun another round
+                store.delete_key(previous_key)
+        return json.loads(store.get(self.answer_key))
+
+    def _take(self, *key_parts: object) -> str:
+        """Waits for a value, and removes it from the store."""
+        store, key = default_store(), self._key(*key_parts)
+        value = store.get(key).decode()
+        store.delete_key(key)
+        return value
+
+    def _key(self, *key_parts: object) -> str:
+        return "/".join(("megatron_vl/rank_0_gather", str(self.round_number), *map(str, key_parts)))
+
+
 class MetricsLog:
     """Collects a step's numbers over all ranks and writes them on rank 0.
 
@@ -118,8 +174,9 @@ class MetricsLog:
         self.quarantined_ids: set[tuple[str, ...]] = set()
         self.bad_sample_meter = BadSampleMeter(config.data.max_bad_share)
         self.source_meter = SourceMeter(blend_sources)
-        device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
-        self.peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+        self.peak_tflops = peak_tflops(
+            torch.cuda.get_device_name() if platform.name == "cuda" else "cpu", config.log.peak_tflops
+        )
         self.printed_memory = ""
         self.sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
 
@@ -136,8 +193,7 @@ class MetricsLog:
             metrics.num_real_tokens += sum(header["lengths"])
             frame_lengths, window_lengths = header["vision_lengths"]
             sizes = row_sizes(header["lengths"], frame_lengths, window_lengths, header["loss_tokens"])
-            config = self.config
-            flops = needed_flops(self.spec, config.model, config.lora, sizes, config.mtp)
+            flops = needed_flops(self.spec, self.config.model, self.config.lora, sizes, self.config.mtp)
             metrics.language_flops += flops.language
             metrics.vision_flops += flops.tower
 
@@ -148,7 +204,7 @@ class MetricsLog:
                 else:
                     setattr(metrics, name, getattr(metrics, name) + count)
 
-            if config.log.samples:
+            if self.config.log.samples:
                 self.sample_keys.append(header["keys"])
             self.unsent_samples = (self.unsent_samples + header["dropped"])[:MAX_BACKLOG_SAMPLES]
 
@@ -162,8 +218,9 @@ class MetricsLog:
     ) -> dict[str, Any]:
         """Prints the line of ``step`` (one-based) and returns its numbers. Collective."""
         self.step_metrics.memory_gib = self.platform.peak_memory_gib()
-        has_lists = bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
-        self.step_metrics.sending_ranks = int(has_lists)
+        self.step_metrics.sending_ranks = int(
+            bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
+        )
         # The clock stops before the reduction, which may wait for a slow rank.
         now = time.perf_counter()
         elapsed_s, self.interval_start = now - self.interval_start, now
@@ -207,8 +264,8 @@ class MetricsLog:
 
         self.rank_0_gather.round_number += 1
         if self.step_metrics.sending_ranks:
-            max_bytes = MAX_LIST_BYTES // totals.sending_ranks
-            dropped, self.unsent_samples = _split_by_size(self.unsent_samples, max_bytes)
+            count = max(1, MAX_LISTED_SAMPLES // totals.sending_ranks)
+            dropped, self.unsent_samples = self.unsent_samples[:count], self.unsent_samples[count:]
             message = {"reasons": self.drop_reasons, "dropped": dropped, "keys": self.sample_keys}
             self.rank_0_gather.send_message(self.grid.dp_rank, message)
             self.drop_reasons, self.sample_keys = Counter(), []
@@ -232,23 +289,23 @@ class MetricsLog:
 
     def _write_quarantine(self, step: int, dropped_samples: list[dict[str, Any]]) -> None:
         """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints, each sample once per run."""
-        new_samples = {}
-        for sample in dropped_samples:
-            # Keys are those of one data set, and a blend has several.
-            sample_id = tuple(sample[name] for name in ("data_set", "shard", "key", "reason"))
-            if sample_id not in self.quarantined_ids:
-                new_samples[sample_id] = {"step": step, **sample}
-        self.quarantined_ids.update(new_samples)
+        # Keys are those of one data set, and a blend has several.
+        names = ("data_set", "shard", "key", "reason")
+        listed = {
+            tuple(sample[name] for name in names): {"step": step, **sample} for sample in dropped_samples
+        }
+        new_samples = [listed[each] for each in listed if each not in self.quarantined_ids]
+        self.quarantined_ids.update(listed)
         if new_samples and self.run_dir is not None:
-            append_lines(self.run_dir / "quarantine.jsonl", new_samples.values())
+            append_lines(self.run_dir / "quarantine.jsonl", new_samples)
 
     def bad_sample_state(self) -> tuple[dict[str, Any], dict[str, int]]:
         """The counts to save in a checkpoint.
 
         They are the counts over all ranks up to the last printed step, and this rank's own counts since then.
         """
-        local_counts = {f"{DROPPED_PREFIX}{reason}": count for reason, count in self.drop_reasons.items()}
-        return self.bad_sample_meter.state_dict(), {"samples": self.step_metrics.samples, **local_counts}
+        dropped = {f"{DROPPED_PREFIX}{reason}": count for reason, count in self.drop_reasons.items()}
+        return self.bad_sample_meter.state_dict(), {"samples": self.step_metrics.samples, **dropped}
 
     def _expert_load_metrics(self, step_result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert divided by its layer's mean, in the worst layer.
@@ -292,8 +349,7 @@ class MetricsLog:
         print(wrap_parts(filter(None, parts)), flush=True)
 
     def _step_text(self, step: int) -> str:
-        total = str(self.config.steps)
-        return f"step {step:>{len(total)}}/{total}"
+        return f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}"
 
     def log_evaluation(self, step: int, result: ValidationResult) -> None:
         """Prints and writes an evaluation. Its time does not count for the speed of steps."""
@@ -314,7 +370,6 @@ class MetricsLog:
         self.interval_start += excluded_s
 
     def close(self, has_failed: bool = False) -> None:
-        """Closes the sinks."""
         for sink in self.sinks:
             sink.close(has_failed)
 
@@ -330,19 +385,6 @@ def busiest_rank_load(expert_tokens: Tensor, ep: int) -> float:
     """
     rank_tokens = expert_tokens.unflatten(1, (ep, -1)).sum(2)
     return float((rank_tokens.amax(1) / rank_tokens.mean(1)).mean())
-
-
-def _split_by_size(
-    samples: list[dict[str, Any]], max_bytes: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The first samples up to about ``max_bytes`` bytes (at least one sample), and the remaining ones."""
-    count, used_bytes = 0, 0
-    for sample in samples:
-        used_bytes += len(json.dumps(sample))
-        if count and used_bytes > max_bytes:
-            break
-        count += 1
-    return samples[:count], samples[count:]
 
 
 def mtp_text(numbers: Mapping[str, Any]) -> str:
@@ -365,6 +407,5 @@ def wrap_parts(parts: Iterable[str]) -> str:
 
 
 def log_rank_0(grid: ProcessGrid, message: str) -> None:
-    """Prints on rank 0."""
     if grid.rank == 0:
         print(message, flush=True)

@@ -20,7 +20,7 @@ from megatron_vl.system import durable_files
 from megatron_vl.system.durable_files import drop_incomplete_line
 from megatron_vl.system.errors import UserError, naming_file
 from megatron_vl.system.json_files import write_json
-from megatron_vl.training.state.validations import EVALUATIONS_FILE
+from megatron_vl.training.state.keep import EVALUATIONS_FILE
 
 STEP_LOG_FILES = ("metrics.jsonl", EVALUATIONS_FILE, "quarantine.jsonl", "samples.jsonl")
 """Files in the folder of the checkpoints whose lines begin with the step that they belong to."""
@@ -166,9 +166,7 @@ class WandbSink(MetricsSink):
                 f" $WANDB_API_KEY), set WANDB_MODE=offline, or leave wandb.project empty"
             ) from error
         if run_dir and not self.wandb_run.disabled:  # as by $WANDB_MODE
-            entity = os.environ.get("WANDB_ENTITY", "")
-            record = {"id": self.wandb_run.id, "project": config.wandb.project, "entity": entity}
-            write_json(Path(run_dir) / WANDB_RUN_FILE, record)
+            write_json(Path(run_dir) / WANDB_RUN_FILE, {"id": self.wandb_run.id} | _wandb_place(config))
 
     def write_step(self, metrics: Mapping[str, Any]) -> None:
         self._log_metrics({"step": metrics["step"], **scalar_metrics(metrics)})
@@ -203,6 +201,10 @@ def scalar_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     }
 
 
+def _wandb_place(config: TrainConfig) -> dict[str, str]:
+    return {"project": config.wandb.project, "entity": os.environ.get("WANDB_ENTITY", "")}
+
+
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
     """Id of the W&B run that this run continues; None for a new one. Raises UserError if it is damaged."""
     run_file = Path(config.checkpoint.dir) / WANDB_RUN_FILE
@@ -210,8 +212,7 @@ def _earlier_wandb_run(config: TrainConfig) -> str | None:
         return None
     try:
         run_record = json.loads(run_file.read_text())
-        stored_project = run_record["project"], run_record["entity"]
-        project = config.wandb.project, os.environ.get("WANDB_ENTITY", "")
-        return str(run_record["id"]) if stored_project == project else None
+        is_same = all(run_record[name] == value for name, value in _wandb_place(config).items())
+        return str(run_record["id"]) if is_same else None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error

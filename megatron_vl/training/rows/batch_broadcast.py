@@ -25,7 +25,6 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.system import progress
 from megatron_vl.system.errors import UserError
 from megatron_vl.training.out_of_memory import host_memory_message
-from megatron_vl.training.rows.image_scatter import ImageShares, frame_plane_bounds, scatter_images
 from megatron_vl.training.rows.row_message import (
     BUFFER_TYPES,
     RowHeader,
@@ -36,11 +35,14 @@ from megatron_vl.training.rows.row_message import (
     unpack_tensors,
 )
 from megatron_vl.training.rows.row_shards import (
+    ImageShares,
     RowSharding,
     complete_part,
     cut_feature_index,
     cut_images,
     cut_text,
+    frame_plane_bounds,
+    scatter_images,
 )
 
 
@@ -57,7 +59,6 @@ class StepBatch:
     """The headers of the rows (:func:`~megatron_vl.training.rows.row_message.serialize_row`), equal on every
     rank of the replica."""
     loader_wait_s: float = 0.0
-    """Seconds that the loader's owner waited for its rows."""
 
     @property
     def vision_lengths(self) -> list[tuple[list[int], list[int]]]:
@@ -125,11 +126,7 @@ class BatchBroadcast:
 
         for i, header in enumerate(headers):
             tensors = unpack_tensors(header, {name: buffers[i] for name, buffers in received.items()})
-            # Under context parallelism, this rank keeps its part of the row.
-            if self.row_sharding is not None:
-                row = self._shard_row(header, tensors, plane_bounds_by_row[i])
-            else:
-                row = self._whole_row(header, tensors)
+            row = self._make_row(header, tensors, plane_bounds_by_row[i] if self.row_sharding else [])
             if self.has_mtp:
                 first = self.grid.cp_rank * row.tokens.numel()
                 row.whole_row = WholeRow(
@@ -157,8 +154,7 @@ class BatchBroadcast:
             return [], f"{error_prefix}: the data set ended; training needs a repeating loader"
         except Exception as error:
             # Every rank of the replica must learn of the error, or it would hang in the broadcast.
-            error_text = host_memory_message(error) or f"{type(error).__name__}: {error}"
-            return [], f"{error_prefix}: {error_text}"
+            return [], f"{error_prefix}: {host_memory_message(error) or f'{type(error).__name__}: {error}'}"
 
     def _next_row(self) -> TrainingRow:
         assert self.data_loader is not None
@@ -175,9 +171,10 @@ class BatchBroadcast:
         self, buffer_name: str, device_buffers: list[dict[str, Tensor]], headers: list[RowHeader]
     ) -> list[Tensor]:
         """A flat buffer for each row. If other ranks need them too, the owner sends all in one broadcast."""
-        grid, own_buffers = self.grid, [buffers[buffer_name] for buffers in device_buffers]
-        num_receivers = grid.replica_ranks if buffer_name == "text" else grid.tp * grid.cp
-        if num_receivers == 1:
+        own_buffers = [buffers[buffer_name] for buffers in device_buffers]
+        # Every stage reads the text; pixels go only to the stage that has the tower.
+        group = self.grid.replica_group if buffer_name == "text" else self.grid.stage_group
+        if group.size() == 1:
             return own_buffers
 
         sizes = [buffer_numel(header, buffer_name) for header in headers]
@@ -186,39 +183,30 @@ class BatchBroadcast:
             if own_buffers
             else torch.empty(sum(sizes), dtype=BUFFER_TYPES[buffer_name], device=self.platform.device)
         )
-        # Every stage reads the text; pixels go only to the stage that has the tower.
-        group = grid.replica_group if buffer_name == "text" else grid.stage_group
-        dist.broadcast(joined, src=grid.replica_source_rank, group=group)
+        dist.broadcast(joined, src=self.grid.replica_source_rank, group=group)
         return list(joined.split(sizes))
 
-    def _whole_row(self, header: RowHeader, tensors: dict[str, Tensor]) -> DeviceRow:
-        row = make_device_row(header, tensors)
-        if self.grid.has_vision:
-            row.feature_index = tensors["feature_index"].long()
-            if not self.tower_is_decoupled:
-                row.vision_input = make_vision_input(header, tensors)
-        return row
-
-    def _shard_row(
+    def _make_row(
         self, header: RowHeader, tensors: dict[str, Tensor], plane_bounds: list[list[int]]
     ) -> DeviceRow:
-        """This rank's part of a row under context parallelism."""
-        assert self.row_sharding is not None
-        rank = self.grid.cp_rank
-        row = complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)
-        if self.grid.has_vision:
-            row.feature_index = cut_feature_index(header, tensors, rank)
-            if not self.tower_is_decoupled:
-                row.vision_input = make_vision_input(header, tensors)
-                if plane_bounds:
-                    row.vision_input, row.feature_route = cut_images(
-                        self.row_sharding,
-                        header,
-                        plane_bounds,
-                        row.vision_input,
-                        tensors["feature_order"],
-                        rank,
-                    )
+        """This rank's row; under context parallelism, its part of the row."""
+        sharding, rank = self.row_sharding, self.grid.cp_rank
+        if sharding is None:
+            row = make_device_row(header, tensors)
+        else:
+            row = complete_part(make_device_row(header, cut_text(header, tensors, rank)), header, rank)
+        if not self.grid.has_vision:
+            return row
+        if not self.tower_is_decoupled:
+            row.vision_input = make_vision_input(header, tensors)
+        if sharding is None:
+            row.feature_index = tensors["feature_index"].long()
+            return row
+        row.feature_index = cut_feature_index(header, tensors, rank)
+        if row.vision_input is not None and plane_bounds:
+            row.vision_input, row.feature_route = cut_images(
+                sharding, header, plane_bounds, row.vision_input, tensors["feature_order"], rank
+            )
         return row
 
     def _scatter_images(
@@ -231,11 +219,11 @@ class BatchBroadcast:
     ) -> None:
         """Sends each rank its share of the images, and attaches it to the rows. Collective."""
         grid, device = self.grid, self.platform.device
-        vision_lengths = [header["vision_lengths"] for header in headers]
         planes_by_row = [
             buffers["planes"].view(header["shapes"]["planes"])
             for header, buffers in zip(headers, device_buffers, strict=False)  # other ranks have no buffers
         ]
+        vision_lengths = [header["vision_lengths"] for header in headers]
         image_shares = ImageShares(self.vision_spec, vision_lengths, plane_bounds_by_row, grid.replica_ranks)
         step_vision = scatter_images(
             image_shares, grid.replica_group, rows, host_tensors, planes_by_row, device

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_vl.data.packing.training_row import TrainingRow, loss_index
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
-from megatron_vl.training.rows.image_scatter import pin_memory
-from megatron_vl.training.rows.row_shards import RowSharding
+from megatron_vl.training.rows.row_shards import RowSharding, pin_memory
 
 RowHeader = dict[str, Any]
 """What the other ranks need of a row before its tensors arrive (see :func:`serialize_row`)."""
@@ -24,18 +24,6 @@ RowHeader = dict[str, Any]
 BUFFER_TYPES = {"text": torch.int32, "ints": torch.int32, "planes": torch.uint8}
 """The flat buffers in which tensors of a row are sent together. All ranks of the replica get ``text``; only
 those on the first stage get the others."""
-
-
-class _RowTensor(NamedTuple):
-    """One tensor of a row: its name in messages, the buffer that carries it, and how its owner reads it."""
-
-    name: str
-    buffer_name: str
-    read: Callable[[TrainingRow], Tensor]
-
-
-def _vision_tensor(name: str, buffer_name: str = "ints") -> _RowTensor:
-    return _RowTensor(name, buffer_name, lambda row: getattr(row.vision, name))
 
 
 def _loss_index(row: TrainingRow) -> Tensor:
@@ -48,45 +36,46 @@ def _segment_sources(row: TrainingRow) -> Tensor:
     """The source of each segment, -1 for the padded tail; empty if the data set is no blend."""
     if not row.source_indices:
         return torch.tensor([], dtype=torch.int32)
-    padding_segments = len(row.cu_seqlens) - 1 - row.num_samples
-    return torch.tensor([*row.source_indices, *[-1] * padding_segments], dtype=torch.int32)
+    padding = [-1] * (len(row.cu_seqlens) - 1 - row.num_samples)
+    return torch.tensor([*row.source_indices, *padding], dtype=torch.int32)
 
 
-_SENT_TENSORS = (
-    _RowTensor("tokens", "text", lambda row: row.tokens),
-    _RowTensor("labels", "text", lambda row: row.labels),
-    # Weights of the loss are sent as the bits of float32.
-    _RowTensor("loss_mask", "text", lambda row: row.loss_mask.float().view(torch.int32)),
-    _RowTensor("position_ids", "text", lambda row: row.position_ids),
-    _RowTensor("cu_seqlens", "text", lambda row: row.cu_seqlens),
-    _RowTensor("loss_index", "text", _loss_index),
-    _RowTensor("sources", "text", _segment_sources),
-    _vision_tensor("plane_index"),
-    _vision_tensor("position_hw"),
-    _vision_tensor("frame_hw"),
-    _RowTensor("full_cu_seqlens", "ints", lambda row: row.vision.cu_seqlens),
-    _RowTensor("window_cu_seqlens", "ints", lambda row: row.vision.cu_window_seqlens),
-    _vision_tensor("feature_index"),
-    # Only context parallelism sends features to other ranks than those that need them.
-    _RowTensor("feature_order", "ints", lambda row: row.tokens.new_empty(0)),
-    _vision_tensor("planes", "planes"),
-)
-"""All tensors of a row that are sent, in their order within each buffer. Packing and unpacking follow it."""
-_TENSOR_NAMES = {
-    buffer_name: [tensor.name for tensor in _SENT_TENSORS if tensor.buffer_name == buffer_name]
-    for buffer_name in BUFFER_TYPES
+_SENT_TENSORS: dict[str, dict[str, Callable[[TrainingRow], Tensor]]] = {
+    "text": {
+        "tokens": attrgetter("tokens"),
+        "labels": attrgetter("labels"),
+        # Weights of the loss are sent as the bits of float32.
+        "loss_mask": lambda row: row.loss_mask.float().view(torch.int32),
+        "position_ids": attrgetter("position_ids"),
+        "cu_seqlens": attrgetter("cu_seqlens"),
+        "loss_index": _loss_index,
+        "sources": _segment_sources,
+    },
+    "ints": {
+        "plane_index": attrgetter("vision.plane_index"),
+        "position_hw": attrgetter("vision.position_hw"),
+        "frame_hw": attrgetter("vision.frame_hw"),
+        "full_cu_seqlens": attrgetter("vision.cu_seqlens"),
+        "window_cu_seqlens": attrgetter("vision.cu_window_seqlens"),
+        "feature_index": attrgetter("vision.feature_index"),
+        # Only context parallelism sends features to other ranks than those that need them.
+        "feature_order": lambda row: row.tokens.new_empty(0),
+    },
+    "planes": {"planes": attrgetter("vision.planes")},
 }
+"""All tensors of a row that are sent, by buffer and name, and how their owner reads them. Packing and
+unpacking follow their order."""
 
 
 def serialize_row(
     row: TrainingRow, row_sharding: RowSharding | None = None
 ) -> tuple[RowHeader, dict[str, Tensor]]:
     """The header of a row, and its tensors as flat buffers by name, in host memory (pinned with a GPU)."""
-    tensors = {tensor.name: tensor.read(row) for tensor in _SENT_TENSORS}
+    tensors = {name: read(row) for sent in _SENT_TENSORS.values() for name, read in sent.items()}
     parts = row_sharding.describe_parts(row, tensors) if row_sharding is not None else {}
     flat_buffers = {}
     for buffer_name, dtype in BUFFER_TYPES.items():
-        flat = [tensors[name].to(dtype).flatten() for name in _TENSOR_NAMES[buffer_name]]
+        flat = [tensors[name].to(dtype).flatten() for name in _SENT_TENSORS[buffer_name]]
         # Pixels are one tensor, which is not copied.
         flat_buffers[buffer_name] = pin_memory(torch.cat(flat) if len(flat) > 1 else flat[0])
 
@@ -126,19 +115,16 @@ def source_loss_tokens(row: TrainingRow) -> list[tuple[int, int]]:
 
 
 def buffer_numel(header: RowHeader, buffer_name: str) -> int:
-    """Number of elements in a row's buffer."""
-    return sum(math.prod(header["shapes"][name]) for name in _TENSOR_NAMES[buffer_name])
+    return sum(math.prod(header["shapes"][name]) for name in _SENT_TENSORS[buffer_name])
 
 
 def unpack_tensors(header: RowHeader, flat_buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a row by name, in their shapes, as views of the buffers that this rank has."""
     tensors: dict[str, Tensor] = {}
     for buffer_name, flat_buffer in flat_buffers.items():
-        names = _TENSOR_NAMES[buffer_name]
-        shapes = [header["shapes"][name] for name in names]
-        parts = flat_buffer.split([math.prod(shape) for shape in shapes])
-        for name, part, shape in zip(names, parts, shapes, strict=True):
-            tensors[name] = part.view(shape)
+        shapes = {name: header["shapes"][name] for name in _SENT_TENSORS[buffer_name]}
+        parts = flat_buffer.split([math.prod(shape) for shape in shapes.values()])
+        tensors |= {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
     return tensors
 
 
@@ -159,7 +145,6 @@ def make_device_row(header: RowHeader, tensors: dict[str, Tensor]) -> DeviceRow:
 
 
 def make_vision_input(header: RowHeader, tensors: dict[str, Tensor]) -> VisionInput:
-    """The images of a row."""
     max_seqlen, max_window_seqlen = header["max_seqlens"]
     return VisionInput(
         planes=tensors["planes"],

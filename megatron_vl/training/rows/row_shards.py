@@ -1,8 +1,13 @@
-"""Cuts a row for the ranks that share it (:mod:`megatron_vl.models.context_parallel`).
+"""Cuts rows and their images for the ranks that share them.
 
-The owner of the loader describes the parts of each row on the CPU, where the whole row is known. Every rank
-gets the small tensors of the whole row in the broadcast of the step, and keeps its part of them. Only the
-indices of loss tokens and features are computed for each part before they are sent.
+Under context parallelism (:mod:`megatron_vl.models.context_parallel`), the owner of the loader describes the
+parts of each row on the CPU, where the whole row is known. Every rank gets the small tensors of the whole row
+in the broadcast of the step, and keeps its part of them. Only the indices of loss tokens and features are
+computed for each part before they are sent.
+
+If every rank holds the vision tower, the frames of all rows are cut into one contiguous share for each rank
+of the replica (:mod:`megatron_vl.models.frame_shares`). All ranks compute the same cuts from the sizes of the
+frames. The owner sends each rank one message of pixels and one of indices.
 """
 
 from __future__ import annotations
@@ -15,16 +20,186 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl.data.packing.training_row import TrainingRow, loss_index
 from megatron_vl.kernels.linear_attention.shard_exchange import shard_route
 from megatron_vl.models.batch import DeviceRow, KeySegments, RowShard, Segments, VisionInput
 from megatron_vl.models.context_parallel import FeatureRoute
-from megatron_vl.models.decoupled import StepVision
-from megatron_vl.models.frame_shares import Array, cumulative_starts
+from megatron_vl.models.decoupled import StepVision, exchange_with_first
+from megatron_vl.models.frame_shares import (
+    Array,
+    TowerFrames,
+    cumulative_starts,
+    frame_flops,
+    make_tower_frames,
+    split_by_cost,
+)
 from megatron_vl.spec.families import VisionSpec
-from megatron_vl.training.rows.image_scatter import ImageShares, cumulative, pin_memory
+
+PATCH_INT_FIELDS = ("plane_index", "position_hw", "frame_hw")
+"""The integers that a rank needs for each patch, in addition to its planes."""
+
+
+def frame_plane_bounds(plane_index: Array, patches_per_frame: list[int]) -> list[list[int]]:
+    """For each frame of a row, its first plane and the one after its last.
+
+    Args:
+        plane_index: int [P, temporal_patch_size], the planes of each patch of the row.
+    """
+    if not patches_per_frame:
+        return []
+    # One pass over the flat index: a minimum over its short second axis would take a hundred times as long.
+    first_entries = cumulative_starts(np.array(patches_per_frame))[:-1] * plane_index.shape[1]
+    flat_index = plane_index.reshape(-1)
+    first_planes, last_planes = (
+        each.reduceat(flat_index, first_entries) for each in (np.minimum, np.maximum)
+    )
+    return np.stack((first_planes, last_planes + 1), 1).tolist()
+
+
+class ImageShares:
+    """How the frames of a step are divided among the ranks of a replica. All ranks compute the same division.
+
+    Args:
+        vision_lengths: for each row, the numbers of patches of its frames and of its windows.
+        plane_bounds_by_row: for each row, the result of :func:`frame_plane_bounds`.
+    """
+
+    def __init__(
+        self,
+        vision_spec: VisionSpec,
+        vision_lengths: list[tuple[list[int], list[int]]],
+        plane_bounds_by_row: list[list[list[int]]],
+        num_ranks: int,
+    ) -> None:
+        self.vision_spec = vision_spec
+        self.frames = make_tower_frames(vision_lengths)
+        self.plane_bounds = np.array(
+            [pair for row in plane_bounds_by_row for pair in row], dtype=np.int64
+        ).reshape(-1, 2)
+        self.frame_cuts = split_by_cost(frame_flops(vision_spec, self.frames), num_ranks)
+        self.features_of_rank = self._merged_features(self.frame_cuts)
+        self.row_cuts = np.searchsorted(self.frames.row_of_frame, np.arange(len(vision_lengths) + 1))
+        self.features_of_row = self._merged_features(self.row_cuts)
+
+    def _merged_features(self, frame_cuts: Array) -> list[int]:
+        return (np.diff(self.frames.first_patch[frame_cuts]) // self.vision_spec.merge_unit).tolist()
+
+    def frame_runs(self, rank: int) -> list[tuple[int, int, int]]:
+        """A rank's frames by row: (row, first frame, one after the last frame), numbered over all rows."""
+        share_start, share_end = self.frame_cuts[rank], self.frame_cuts[rank + 1]
+        runs = (
+            (row, int(max(share_start, start)), int(min(share_end, end)))
+            for row, (start, end) in enumerate(itertools.pairwise(self.row_cuts))
+        )
+        return [(row, start, end) for row, start, end in runs if start < end]
+
+    def plane_range(self, frame_run: tuple[int, int, int]) -> tuple[int, int]:
+        """The planes of the row that a run needs: (first, one after the last)."""
+        run_bounds = self.plane_bounds[frame_run[1] : frame_run[2]]
+        return int(run_bounds[:, 0].min()), int(run_bounds[:, 1].max())
+
+    def patch_slice(self, frame_run: tuple[int, int, int]) -> slice:
+        first_patch = self.frames.first_patch
+        row_start = first_patch[self.row_cuts[frame_run[0]]]
+        return slice(int(first_patch[frame_run[1]] - row_start), int(first_patch[frame_run[2]] - row_start))
+
+    def share_of_rank(self, rank: int) -> tuple[TowerFrames, Array, int]:
+        """A rank's frames, their bounds among the planes that it receives, and the number of these planes."""
+        share_start, share_end = self.frame_cuts[rank], self.frame_cuts[rank + 1]
+        first_window = self.frames.first_window
+        rank_frames = TowerFrames(
+            self.frames.patches_per_frame[share_start:share_end],
+            self.frames.patches_per_window[first_window[share_start] : first_window[share_end]],
+            self.frames.row_of_frame[share_start:share_end],
+        )
+
+        bounds_by_run, plane_count = [np.zeros((0, 2), dtype=np.int64)], 0
+        for frame_run in self.frame_runs(rank):
+            first_plane, plane_end = self.plane_range(frame_run)
+            bounds_by_run.append(self.plane_bounds[frame_run[1] : frame_run[2]] - first_plane + plane_count)
+            plane_count += plane_end - first_plane
+        return rank_frames, np.concatenate(bounds_by_run), plane_count
+
+
+def scatter_images(
+    image_shares: ImageShares,
+    replica_group: dist.ProcessGroup,
+    rows: list[DeviceRow],
+    host_tensors: list[dict[str, Tensor]],
+    planes_by_row: list[Tensor],
+    device: torch.device,
+) -> StepVision:
+    """Sends each rank of a replica its share of the first rank's images. Collective."""
+    spec, rank, num_ranks = image_shares.vision_spec, replica_group.rank(), replica_group.size()
+    pixels = torch.empty(0, spec.in_channels * spec.patch_size**2, dtype=torch.uint8, device=device)
+    ints = torch.empty(0, dtype=torch.int32)
+    if rank == 0 and len(image_shares.frames.patches_per_frame):
+        pixels, ints = _concatenated_shares(image_shares, num_ranks, host_tensors, planes_by_row)
+    ints = ints.to(device, non_blocking=True)
+
+    rank_shares = [image_shares.share_of_rank(each) for each in range(num_ranks)]
+    int_widths = (spec.temporal_patch_size, 2, 2)  # of PATCH_INT_FIELDS
+    patch_counts = [int(frames.patches_per_frame.sum()) for frames, _, _ in rank_shares]
+    if sum(patch_counts):  # all ranks know it, so all of them skip the collectives of a step without images
+        plane_counts = [num_planes for _, _, num_planes in rank_shares]
+        pixels = exchange_with_first(pixels, plane_counts, replica_group, should_gather=False)
+        # All integers of a patch are in one message, because its latency costs more than its bytes.
+        int_counts = [sum(int_widths) * count for count in patch_counts]
+        ints = exchange_with_first(ints, int_counts, replica_group, should_gather=False)
+
+    frames, plane_bounds, _ = rank_shares[rank]
+    parts = ints.split([patch_counts[rank] * width for width in int_widths])
+    patch_fields = (part.view(-1, width) for part, width in zip(parts, int_widths, strict=True))
+    segments = (
+        Segments(cumulative(sizes, device), 0)
+        for sizes in (frames.patches_per_frame, frames.patches_per_window)
+    )
+    return StepVision(
+        device_rows=rows,
+        features_per_rank=image_shares.features_of_rank,
+        features_per_row=image_shares.features_of_row,
+        local_frames=frames,
+        plane_bounds=plane_bounds,
+        share=VisionInput(pixels, *patch_fields, *segments),
+    )
+
+
+def cumulative(sizes: Array, device: torch.device) -> Tensor:
+    """int32 [N + 1] on the device: the bounds of segments of the given sizes."""
+    bounds = torch.from_numpy(cumulative_starts(sizes).astype(np.int32))
+    return pin_memory(bounds).to(device, non_blocking=True)
+
+
+def pin_memory(tensor: Tensor) -> Tensor:
+    """The tensor in pinned memory, from which copies to the GPU wait for nothing; itself without a GPU."""
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
+def _concatenated_shares(
+    image_shares: ImageShares,
+    num_ranks: int,
+    host_tensors: list[dict[str, Tensor]],
+    planes_by_row: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The shares of all ranks, one after another: pixels, and :data:`PATCH_INT_FIELDS` of each patch."""
+    pixels: list[Tensor] = []
+    ints: list[Tensor] = []
+    for rank in range(num_ranks):
+        rank_ints: dict[str, list[Tensor]] = {name: [] for name in PATCH_INT_FIELDS}
+        plane_count = 0
+        for run in image_shares.frame_runs(rank):
+            first_plane, plane_end = image_shares.plane_range(run)
+            for name in PATCH_INT_FIELDS:
+                rank_ints[name].append(host_tensors[run[0]][name][image_shares.patch_slice(run)])
+            # Planes are numbered among those that the rank receives.
+            rank_ints["plane_index"][-1] = rank_ints["plane_index"][-1] - first_plane + plane_count
+            pixels.append(planes_by_row[run[0]][first_plane:plane_end])
+            plane_count += plane_end - first_plane
+        ints += [part.flatten() for name in PATCH_INT_FIELDS for part in rank_ints[name]]
+    return torch.cat(pixels) if len(pixels) > 1 else pixels[0], pin_memory(torch.cat(ints))
 
 
 @dataclass(frozen=True)
@@ -71,14 +246,18 @@ class RowSharding:
         np.add.at(features_by_pair, (rank_of_feature, part_of_feature), 1)
 
         # Each rank sends its features in the order of the parts that they go to.
-        send_orders = []
-        for first, end in itertools.pairwise(feature_bounds):
-            send_orders.append(np.argsort(part_of_feature[first:end], kind="stable"))
+        send_orders = [
+            np.argsort(part_of_feature[first:end], kind="stable")
+            for first, end in itertools.pairwise(feature_bounds)
+        ]
         row_tensors["feature_order"] = torch.from_numpy(np.concatenate(send_orders))
         index_in_part = placeholders[np.argsort(part_of_feature, kind="stable")] % part_length
         row_tensors["feature_index"] = torch.from_numpy(index_in_part)
-        query_parts = _part_segments(segment_bounds, self.key_ranks)
-        return {"parts": parts, "query_parts": query_parts, "features": features_by_pair.tolist()}
+        return {
+            "parts": parts,
+            "query_parts": _part_segments(segment_bounds, self.key_ranks),
+            "features": features_by_pair.tolist(),
+        }
 
     def _feature_bounds(self, row: TrainingRow) -> Array:
         """int64 [ranks + 1]: bounds of the features that each rank has before they are exchanged."""
@@ -111,10 +290,11 @@ class RowSharding:
         # The features of a step are ordered by row. Here they are ordered by part, and within it by row.
         row_orders = [row_tensors["feature_order"].numpy() for row_tensors in host_tensors]
         row_cuts = [cumulative_starts(part_counts) for part_counts in feature_counts]
-        ordered_features = []
-        for part in range(self.context_size):
-            for order, cuts, row_start in zip(row_orders, row_cuts, row_starts[:-1], strict=True):
-                ordered_features.append(order[cuts[part] : cuts[part + 1]] + row_start)
+        ordered_features = [
+            order[cuts[part] : cuts[part + 1]] + row_start
+            for part in range(self.context_size)
+            for order, cuts, row_start in zip(row_orders, row_cuts, row_starts[:-1], strict=True)
+        ]
         part_order = torch.from_numpy(np.concatenate(ordered_features))
         step_vision.part_order = pin_memory(part_order).to(device, non_blocking=True)
 
@@ -125,7 +305,7 @@ class RowSharding:
 
         Args:
             vision_lengths: the numbers of patches of the row's frames and windows.
-            plane_bounds: result of :func:`~megatron_vl.training.rows.image_scatter.frame_plane_bounds`;
+            plane_bounds: result of :func:`frame_plane_bounds`;
                 None if the planes of a rank are not needed.
         """
         return ImageShares(self.vision_spec, [vision_lengths], [plane_bounds or []], self.context_size)
@@ -164,7 +344,6 @@ def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> Devi
     """Adds bounds and routes to a row that was made from the tensors of a part (:func:`cut_text`)."""
     parts, query_parts = row_header["parts"], row_header["query_parts"]
     part_length = row.tokens.numel()
-    local_segments = _segments_of_part(row.segments, parts[rank])
     attention_segments = row.segments
     if len(query_parts) > 1:
         query_part = query_parts[rank * len(query_parts) // len(parts)]
@@ -175,16 +354,16 @@ def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> Devi
     return dataclasses.replace(
         row,
         segments=attention_segments,
-        shard=RowShard(local_segments, parts[rank]["route"]),
+        shard=RowShard(_segments_of_part(row.segments, parts[rank]), parts[rank]["route"]),
         num_real_tokens=min(max(row.num_real_tokens - rank * part_length, 0), part_length),
     )
 
 
 def _segments_of_part(row_segments: Segments, part_header: dict[str, Any]) -> Segments:
     """The bounds of a row's segments within a part, from its first token."""
-    first, last = part_header["segments"]
-    start, length = part_header["route"].rank * part_header["route"].length, part_header["route"].length
-    segment_bounds = row_segments.cu_seqlens[first : last + 1].clamp(start, start + length) - start
+    (first, last), route = part_header["segments"], part_header["route"]
+    start = route.rank * route.length
+    segment_bounds = row_segments.cu_seqlens[first : last + 1].clamp(start, start + route.length) - start
     return Segments(segment_bounds, part_header["longest"])
 
 
@@ -193,8 +372,7 @@ def _keys_of_part(row_segments: Segments, part_header: dict[str, Any]) -> KeySeg
 
     They are the part's own tokens, and before them those of its first segment that lie on earlier ranks.
     """
-    first, last = part_header["segments"]
-    route = part_header["route"]
+    (first, last), route = part_header["segments"], part_header["route"]
     stop = (route.rank + 1) * route.length
     first_key = route.rank * route.length - route.tokens_before
     key_bounds = row_segments.cu_seqlens[first : last + 1].clamp(max=stop) - first_key

@@ -28,9 +28,6 @@ from megatron_vl.system.processes import python_path_with_tools
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, EXPORTS_DIR, SavedCheckpoint, export_dir_path
 
-EXPORT_PROGRAM = "toolkit.weights.export_step"
-_TERMINATE_TIMEOUT_S = 10.0
-
 
 class HfExporter:
     """Exports saved steps one after another, in the background; on rank 0.
@@ -50,7 +47,6 @@ class HfExporter:
         self._outputs: list[IO[str]] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is to be exported."""
         return step == self.last_step or bool(self.export_interval) and step % self.export_interval == 0
 
     def enqueue_export(self, saved: SavedCheckpoint) -> None:
@@ -102,15 +98,16 @@ class HfExporter:
 
     def stop_exports(self) -> None:
         """Ends the current export. The checkpoints stay listed, so that the next start still has them."""
-        if not self._export_queue:
-            return
-        print(f"the export of step {self._queued_steps()} is left to the next start of this run", flush=True)
+        if self._export_queue:
+            print(
+                f"the export of step {self._queued_steps()} is left to the next start of this run", flush=True
+            )
         process, self._export_process = self._export_process, None
         if process is None:
             return
         process.terminate()
         try:
-            process.wait(_TERMINATE_TIMEOUT_S)
+            process.wait(10.0)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -120,10 +117,9 @@ class HfExporter:
     def _is_exported(self, saved: SavedCheckpoint) -> bool:
         """Whether the step's folder was exported from these weights."""
         facts_path = export_dir_path(self.run_dir, saved.step) / EXPORT_FACTS_FILE
-        manifest_path = saved.path / "weights" / MANIFEST_FILE
         try:
-            exported_digest = json.loads(facts_path.read_text())["weights"]
-            return exported_digest == json.loads(manifest_path.read_text())["digest"]
+            manifest = json.loads((saved.path / "weights" / MANIFEST_FILE).read_text())
+            return json.loads(facts_path.read_text())["weights"] == manifest["digest"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -140,7 +136,7 @@ class HfExporter:
         # Files, because nobody reads a pipe meanwhile.
         self._outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]
         self._export_process = subprocess.Popen(
-            [sys.executable, "-P", "-m", EXPORT_PROGRAM, json.dumps(job)],
+            [sys.executable, "-P", "-m", "toolkit.weights.export_step", json.dumps(job)],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
             stdin=subprocess.DEVNULL,
             stdout=self._outputs[0],
@@ -155,24 +151,19 @@ class HfExporter:
             output.seek(0)
             texts.append(output.read())
             output.close()
-        out = export_dir_path(self.run_dir, saved.step)
+        out, seconds = export_dir_path(self.run_dir, saved.step), time.monotonic() - self._start_time
+        lines = [f"step {saved.step} is exported to {out} ({seconds:.0f} s)"]
+        lines += [line for line in texts[0].splitlines() if line.startswith("NOTE: ")]
         if exit_code:
-            print(
+            lines = [
                 f"NOTE: step {saved.step} could not be exported to {out}:"
                 f" {_failure_reason(exit_code, texts[1])}. Training is not affected; the next start of"
-                " this run tries again, as long as the checkpoint exists",
-                flush=True,
-            )
-            return
-        seconds = time.monotonic() - self._start_time
-        print(f"step {saved.step} is exported to {out} ({seconds:.0f} s)", flush=True)
-        for line in texts[0].splitlines():
-            if line.startswith("NOTE: "):
-                print(line, flush=True)
+                " this run tries again, as long as the checkpoint exists"
+            ]
+        print(*lines, sep="\n", flush=True)
 
 
 def _failure_reason(exit_code: int, stderr_text: str) -> str:
-    """Why an export failed, from its process's exit code and standard error."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"{name} ended it" + (f". {host_memory.KILL_ADVICE}" if name == "SIGKILL" else "")

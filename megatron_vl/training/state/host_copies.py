@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.system import host_memory, progress
-from megatron_vl.training.offload.pinned_memory import allocate_host_bytes
+from megatron_vl.training.offload.state_chunks import allocate_host_bytes
 
 _BLOCK_BYTES = 4 << 30
 """Memory is allocated in blocks of this size, as torch rounds pinned memory up to powers of two. The end of a
@@ -56,8 +56,9 @@ def _allocate(num_bytes: int, is_pinned: bool) -> Tensor:
     if is_pinned:
         with contextlib.suppress(MemoryError):  # the limit on pinned memory may be lower
             return allocate_host_bytes(num_bytes, True, "")
-    refusal = f"the copy of a checkpoint needs {num_bytes / 2**30:.1f} GiB more"
-    return allocate_host_bytes(num_bytes, False, refusal)
+    return allocate_host_bytes(
+        num_bytes, False, f"the copy of a checkpoint needs {num_bytes / 2**30:.1f} GiB more"
+    )
 
 
 class HostCopies:
@@ -90,14 +91,13 @@ class HostCopies:
         return self._copies[tuple(map(id, sources))]
 
     def reserve(self, memory: HostBlocks) -> list[Tensor]:
-        """Allocates the memory of the copies."""
         torch.cuda.set_device(self._device)  # a thread begins on the first GPU
-        sizes = [sum(map(_num_bytes, each)) for each in self._sources.values()]
-        return memory.regions(sizes, self.is_pinned)
+        return memory.regions(
+            [sum(map(_num_bytes, sources)) for sources in self._sources.values()], self.is_pinned
+        )
 
     @torch.no_grad()
     def copy(self, memory: HostBlocks) -> None:
-        """Makes the copies, and waits for them."""
         regions = self.reserve(memory)
         with torch.cuda.stream(self._stream):
             for region, (key, sources) in zip(regions, self._sources.items(), strict=True):

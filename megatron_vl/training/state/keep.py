@@ -1,4 +1,5 @@
-"""Keeps a run's folder: one run writes to it, and checkpoints that are not needed any more are deleted."""
+"""Keeps a run's folder: one run writes to it, checkpoints that are not needed any more are deleted, and those
+with the best validation loss stay."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import fcntl
 import json
 import os
 import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from megatron_vl.system.processes import RankProcess, own_process
 from megatron_vl.weights.run_folder import CheckpointError, saved_checkpoints
 
 OWNER_FILE = ".owner.json"
+EVALUATIONS_FILE = "eval.jsonl"
 
 
 def lock_run_dir(run_dir: Path) -> Any:
@@ -64,9 +68,11 @@ def read_owner(run_dir: Path) -> RankProcess | None:
 def last_good_text(run_dir: Path) -> str:
     """Names the checkpoint from which a run continues whose last save has failed."""
     checkpoints = saved_checkpoints(run_dir)
-    if not checkpoints:
-        return "there is no earlier checkpoint"
-    return f"the last good checkpoint is step {checkpoints[-1].step}"
+    return (
+        f"the last good checkpoint is step {checkpoints[-1].step}"
+        if checkpoints
+        else "there is no earlier checkpoint"
+    )
 
 
 def check_free_space(config: TrainConfig, spec: ModelSpec) -> None:
@@ -107,3 +113,50 @@ def remove_dir(path: Path) -> None:
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)
+
+
+# --- Validations, as ``eval.jsonl`` records them ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A line of the file."""
+
+    step: int
+    loss: float | None
+    """None if it was not finite."""
+    rows: str
+    """Digest of the rows. Losses on other rows are not compared."""
+
+
+def read_validations(run_dir: Path) -> list[Validation]:
+    """The validations of the steps that the run has, in their order.
+
+    A run that went back to an older step has left the later ones, so their lines do not count any more.
+    """
+    path = run_dir / EVALUATIONS_FILE
+    validations: dict[tuple[int, str], Validation] = {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+            new = Validation(record["step"], record["loss"], record.get("rows", ""))
+        except (ValueError, KeyError, TypeError):  # a line that a kill has torn
+            continue
+        while validations and next(reversed(validations))[0] > new.step:
+            validations.popitem()
+        validations.pop((new.step, new.rows), None)  # the new one comes last
+        validations[new.step, new.rows] = new
+    return list(validations.values())
+
+
+def best_validation(validations: Collection[Validation]) -> Validation | None:
+    """The one with the least loss, of several the earliest."""
+    finite = [each for each in validations if each.loss is not None]
+    return min(finite, key=lambda each: (each.loss, each.step), default=None)
+
+
+def best_steps(run_dir: Path, saved_steps: Collection[int]) -> set[int]:
+    """The saved steps with the least validation loss, one for each set of rows that was validated on."""
+    saved = [each for each in read_validations(run_dir) if each.step in saved_steps]
+    groups = ([each for each in saved if each.rows == rows] for rows in {each.rows for each in saved})
+    return {best.step for best in map(best_validation, groups) if best is not None}

@@ -43,7 +43,6 @@ _STATE_FILE_PATTERN = re.compile(
 
 
 def state_file_name(rank: int, number: int = 0) -> str:
-    """The name of one of the files with a rank's optimizer state."""
     return f"rank_{rank:05d}{f'_{number:03d}' if number else ''}.safetensors"
 
 
@@ -55,14 +54,15 @@ def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
 
     try:
         metadata = json.loads(path.read_text())
-        advice = "resume from another checkpoint"
-        check_format_version(path, metadata["format"], FORMAT_VERSION, advice, CheckpointError)
+        check_format_version(
+            path, metadata["format"], FORMAT_VERSION, "resume from another checkpoint", CheckpointError
+        )
         if metadata["digest"] != manifest_digest(metadata):
             raise CheckpointError(
                 f"{path} was changed after it was written (its digest differs); resume from another step"
             )
-        types = {"layout": dict, "files": dict, "step": int}
-        if not all(isinstance(metadata[key], kind) for key, kind in types.items()):
+        types = (("layout", dict), ("files", dict), ("step", int))
+        if not all(isinstance(metadata[key], kind) for key, kind in types):
             raise CheckpointError(f"{path} is damaged: layout, files or step has a wrong type")
         for name in metadata["files"]:
             # A checkpoint may come from an untrusted source, so its names must stay inside its folder.
@@ -118,9 +118,11 @@ def load_checkpoint(
             for name, record in files.items()
             if name.startswith("optimizer/")
         }
-        sharding = read_layout(spec, metadata["layout"]).sharding
         optimizer_reader = OptimizerStateReader(
-            checkpoint_path / "optimizer", optimizer_files, sharding, state_file_name(grid.rank)
+            checkpoint_path / "optimizer",
+            optimizer_files,
+            read_layout(spec, metadata["layout"]).sharding,
+            state_file_name(grid.rank),
         )
         # A rank that fails waits for its threads, so these must end with the reading.
         with contextlib.closing(optimizer_reader):
@@ -150,7 +152,6 @@ def restore_loader(data_loader: Any, loader_state: dict[str, Any], run_dir: str)
 
 
 def open_checkpoint_weights(checkpoint_path: Path, metadata: dict[str, Any]) -> WeightReader:
-    """Opens the weights of a step folder."""
     weight_reader = WeightReader(checkpoint_path / "weights", takes_lora=True)
     if weight_reader.manifest["digest"] != metadata.get("weights"):
         raise CheckpointError(
@@ -175,8 +176,10 @@ def suggest_remedy(checkpoint_path: Path) -> Iterator[None]:
         remedy = f"{run_dir} has no other whole one: fetch this one again, or begin in another checkpoint.dir"
         for other in reversed(saved_checkpoints(run_dir)):
             if other.path != checkpoint_path and has_all_files(other.path):
-                command = f"megatron-vl checkpoint rollback {run_dir} {other.step}"
-                remedy = f"Go back to the last one whose files are all there: `{command}`"
+                remedy = (
+                    "Go back to the last one whose files are all there:"
+                    f" `megatron-vl checkpoint rollback {run_dir} {other.step}`"
+                )
                 break
         raise CheckpointError(f"{error}. {remedy}") from error
 
@@ -185,8 +188,8 @@ def has_all_files(checkpoint_path: Path) -> bool:
     """Whether a step folder has all its files in their sizes. Their content is not read."""
     try:
         WeightReader(checkpoint_path / "weights", takes_lora=True)
-        files = read_run_metadata(checkpoint_path)["files"].items()
-        return all((checkpoint_path / name).stat().st_size == record["bytes"] for name, record in files)
+        files = read_run_metadata(checkpoint_path)["files"]
+        return all((checkpoint_path / name).stat().st_size == files[name]["bytes"] for name in files)
     except (CheckpointError, WeightsError, OSError, KeyError, TypeError):
         return False
 
@@ -209,19 +212,18 @@ def load_main_weights(
 ) -> None:
     """Fills this rank's main weights from LoRA: matrices in float32 start as float32, not as the parameters
     in which they were rounded."""
-    for optimizer_slice in optimizer_slices(optimizer, live_tensors):
-        if optimizer_slice.live_tensor.tensor_name in weight_reader.tensor_infos:
-            shard = read_live_shard(weight_reader, optimizer_slice.live_tensor, grid).float().reshape(-1)
-            optimizer_slice.write_state("main", shard[optimizer_slice.start : optimizer_slice.end])
+    for piece in optimizer_slices(optimizer, live_tensors):
+        if piece.live_tensor.tensor_name in weight_reader.tensor_infos:
+            shard = read_live_shard(weight_reader, piece.live_tensor, grid).float().reshape(-1)
+            piece.write_state("main", shard[piece.start : piece.end])
 
 
 def read_live_shard(weight_reader: CanonicalWeights, live_tensor: LiveTensor, grid: ProcessGrid) -> Tensor:
     """A parameter's values in weights of any layout."""
     tensor_info = weight_reader.tensor_infos[live_tensor.tensor_name]
-    expert = live_tensor.expert_index
-    local_expert = None if expert is None else expert % (tensor_info.num_experts // grid.sharding.ep)
-    shard_index = grid.shard_index(tensor_info)
-    return weight_reader.read_shard(tensor_info.name, shard_index, grid.sharding, local_expert)
+    if (expert := live_tensor.expert_index) is not None:
+        expert %= tensor_info.num_experts // grid.sharding.ep
+    return weight_reader.read_shard(tensor_info.name, grid.shard_index(tensor_info), grid.sharding, expert)
 
 
 def verify_files(checkpoint_path: Path) -> list[str]:

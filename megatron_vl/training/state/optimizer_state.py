@@ -200,7 +200,7 @@ def snapshot_optimizer(
     if (state_chunks := chunked_state(optimizer)) is not None:
         state_chunks.chunk_streamer.wait_for_host_state()
     for piece in optimizer_slices(optimizer, live_tensors):
-        step_count = torch.tensor([piece.step_count], dtype=torch.int64)
+        step_count = torch.tensor([piece.step_count])
         tensors[piece.tensor_key("step")] = SavedTensor(torch.int64, 1, step_count.clone)
         for kind, dtype, read in piece.saved_state(copies):
             tensors[piece.tensor_key(kind)] = SavedTensor(dtype, piece.end - piece.start, read)
@@ -249,18 +249,15 @@ def write_hashed_safetensors(
 
 def num_file_threads() -> int:
     """Number of files that a rank hashes at a time, on its share of the node's cores."""
-    num_cores = len(os.sched_getaffinity(0)) // host_memory.num_ranks_on_node()
-    return max(2, min(_MAX_FILE_THREADS, num_cores))
+    return max(2, min(_MAX_FILE_THREADS, len(os.sched_getaffinity(0)) // host_memory.num_ranks_on_node()))
 
 
 def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
     """Raises :class:`CheckpointError` unless the file exists with the size and content that were written."""
     if not file_path.is_file():
         raise CheckpointError(f"{file_path} is missing; the checkpoint is not whole")
-    if file_path.stat().st_size != file_record["bytes"]:
-        raise CheckpointError(
-            f"{file_path} has {file_path.stat().st_size} bytes; {file_record['bytes']} were written"
-        )
+    if (size := file_path.stat().st_size) != file_record["bytes"]:
+        raise CheckpointError(f"{file_path} has {size} bytes; {file_record['bytes']} were written")
     if file_sha256(file_path) != file_record["sha256"]:
         raise CheckpointError(
             f"{file_path} is damaged: its content is not what was written (SHA-256 differs)"
@@ -289,8 +286,9 @@ def list_index_entries(
         shard_index = etp_rank if "#" in state_name else tp_rank
         if whole_vision and model_part(state_name) != "language":
             shard_index = 0
-        step_count = int(state_tensors[f"{slice_key}/step"].read())
-        index_entries.append([state_name, shard_index, start, end, slice_bits, step_count])
+        index_entries.append(
+            [state_name, shard_index, start, end, slice_bits, int(state_tensors[f"{slice_key}/step"].read())]
+        )
     return index_entries
 
 
@@ -301,8 +299,8 @@ def write_slice_index(
     files = sorted(entries_by_file)
     slices: dict[str, list[list[Any]]] = {}
     for number, file_name in enumerate(files):
-        for name, shard, start, end, kind_bits, step in entries_by_file[file_name]:
-            slices.setdefault(name, []).append([shard, start, end, number, kind_bits, step])
+        for name, shard, start, end, *facts in entries_by_file[file_name]:
+            slices.setdefault(name, []).append([shard, start, end, number, *facts])
     return write_json(optimizer_dir / INDEX_FILE, {"files": files, "slices": slices})
 
 
@@ -365,8 +363,8 @@ class OptimizerStateReader:
                 for entry in entries:
                     if any(type(value) is not int for value in entry):
                         raise TypeError(f"a slice of {name} has an entry that is not a number")
-                    shard, start, end, number, kind_bits, step_count = entry
-                    piece = _SavedSlice(start, end, files[number], kind_bits, step_count)
+                    shard, start, end, number, *facts = entry
+                    piece = _SavedSlice(start, end, files[number], *facts)
                     self._saved_slices.setdefault((name, shard), []).append(piece)
             unknown_files = set(files) - self.file_records.keys()
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -513,10 +511,9 @@ class OptimizerStateReader:
 
     def adam_step_count(self, state_name: str) -> int:
         """Adam's step count of a parameter; 0 if the checkpoint has no state for it."""
-        for shard_index in range(max(self.saved_sharding.tp, self.saved_sharding.etp)):
-            for saved_slice in self._saved_slices.get((state_name, shard_index), []):
-                return saved_slice.step_count
-        return 0
+        shards = range(max(self.saved_sharding.tp, self.saved_sharding.etp))
+        slices = (piece for shard in shards for piece in self._saved_slices.get((state_name, shard), []))
+        return next((piece.step_count for piece in slices), 0)
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.host_copies import HostBlocks, HostCopies
 from megatron_vl.training.state.keep import (
+    best_steps,
     delete_checkpoint,
     last_good_text,
     lock_run_dir,
@@ -66,7 +67,6 @@ from megatron_vl.training.state.optimizer_state import (
     write_hashed_safetensors,
     write_slice_index,
 )
-from megatron_vl.training.state.validations import best_steps
 from megatron_vl.weights.manifest import write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.model_digest import recorded_base
@@ -178,7 +178,6 @@ def _expert_stacks(live_tensors: list[LiveTensor], copies: HostCopies) -> dict[s
 
 
 def short_text(error: BaseException) -> str:
-    """What an error says, without a traceback."""
     return describe_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
@@ -370,8 +369,9 @@ class CheckpointSaver:
     def _write_rank_files(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> dict[str, Any]:
         """Writes this rank's weights, optimizer and loader state. Returns the content of its marker."""
         grid = self.grid
-        axes = ("tp", "cp", "pp", "dp", "ep", "etp")
-        position = {axis: str(getattr(grid, f"{axis}_rank")) for axis in axes}
+        position = {
+            axis: str(getattr(grid, f"{axis}_rank")) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")
+        }
 
         def write_weights(read: dict[str, Callable[[], Tensor]], pool: Executor, **ranks: int) -> Any:
             tensors = {name: each() for name, each in read.items()}
@@ -411,15 +411,12 @@ class CheckpointSaver:
 
     def _commit_checkpoint(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> None:
         """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its final name."""
-        weight_entries: list[dict[str, Any]] = []
-        files: dict[str, Any] = {}
-        slices_by_file: dict[str, Any] = {}
         markers = self._wait_for_markers(partial_dir / "done")
-        for marker in markers:
-            weight_entries += marker["weights"]
-            files |= marker["files"]
-            slices_by_file |= marker["slices"]
-
+        weight_entries = [entry for marker in markers for entry in marker["weights"]]
+        files, slices_by_file = (
+            {name: value for marker in markers for name, value in marker[part].items()}
+            for part in ("files", "slices")
+        )
         weights_digest = write_manifest(
             partial_dir / "weights",
             self.spec,

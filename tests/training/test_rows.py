@@ -1,6 +1,10 @@
-"""The images of a step are spread evenly, at frames, and every rank gets the pixels of its own."""
+"""A row arrives as it was on its owner; the images of a step are spread evenly, at frames."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,8 +12,30 @@ import torch
 
 from megatron_vl.estimate.flops import row_sizes, tower_forward_flops
 from megatron_vl.models.frame_shares import frame_flops, make_tower_frames, split_by_cost
+from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.tensors import UNSHARDED
+from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, ReplicaLoaderError
+from tests.support.ranks import in_ranks
 from tests.tiny import tiny_checkpoint
+
+
+@in_ranks()
+def test_loader_that_ends_or_fails_is_named_by_its_replica() -> None:
+    def broken() -> Iterator[Any]:
+        raise OSError("train-000007.tar: Input/output error")
+        yield
+
+    grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, replica_ranks=1, cp=1, sharding=UNSHARDED)
+    grid.from_loader_owner = lambda value: value
+    spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
+    prefix = "data-parallel rank 3: the loader failed: "
+    for loader, message in (
+        (iter(()), "the data set ended; training needs a repeating loader"),
+        (broken(), "OSError: train-000007.tar: Input/output error"),
+    ):
+        with pytest.raises(ReplicaLoaderError, match=f"^{prefix}{message}$"):
+            BatchBroadcast(grid, get_platform("cpu"), loader, 2, spec=spec).next_batch()
 
 
 def test_split_by_cost_worked_out_by_hand() -> None:
