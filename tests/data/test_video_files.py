@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vl.data.sample import deadline, video_decoding
+from megatron_vl.data.sample import deadline, videos
 from megatron_vl.data.sample.deadline import SampleTimeoutError, limited_time
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
@@ -121,10 +121,10 @@ def test_seeking_gives_the_pixels_of_a_whole_decode(form, codec, pixel, monkeypa
     data = written(form, codec, pixel, 100)
     info = probe_video(data)
     wanted = [3, 40, 41, 70, 99]
-    monkeypatch.setattr(video_decoding, "SEEK_DISTANCE", 1000)
+    monkeypatch.setattr(videos, "SEEK_DISTANCE", 1000)
     whole = video_frames(data, info, wanted)
-    monkeypatch.setattr(video_decoding, "SEEK_DISTANCE", 0)
-    monkeypatch.setattr(video_decoding, "MAX_DECODED_GAP", 0)
+    monkeypatch.setattr(videos, "SEEK_DISTANCE", 0)
+    monkeypatch.setattr(videos, "MAX_DECODED_GAP", 0)
     assert torch.equal(video_frames(data, info, wanted), whole)
 
 
@@ -139,14 +139,14 @@ def test_long_video_is_decoded_only_near_its_samples(monkeypatch):
     # At most a group of 30 for each wanted frame; a whole decode up to the last takes 2,626.
     assert 8 <= len(decoded) <= 8 * 30
 
-    monkeypatch.setattr(video_decoding, "LONG_VIDEO_FRAMES", 2000)
+    monkeypatch.setattr(videos, "LONG_VIDEO_FRAMES", 2000)
     assert probe_video(data) == info
 
 
 def _count_decoded(monkeypatch) -> list[int]:
     """The times of all frames that are decoded from now on after seeking."""
     decoded: list[int] = []
-    real = video_decoding._seek_frames
+    real = videos._seek_frames
 
     def counted(container, table, frames):
         decode = container.decode
@@ -161,7 +161,7 @@ def _count_decoded(monkeypatch) -> list[int]:
 
         return real(Counting(), table, frames)
 
-    monkeypatch.setattr(video_decoding, "_seek_frames", counted)
+    monkeypatch.setattr(videos, "_seek_frames", counted)
     return decoded
 
 
@@ -239,7 +239,7 @@ def _send_peak_memory(sender, video_bytes: bytes) -> None:
 
 def test_gif_is_decoded_from_its_start(monkeypatch):
     data = written("gif", "gif", "rgb8", 100)
-    monkeypatch.setattr(video_decoding, "_seek_frames", lambda *a: pytest.fail("a GIF has no key frames"))
+    monkeypatch.setattr(videos, "_seek_frames", lambda *a: pytest.fail("a GIF has no key frames"))
     assert numbers(video_frames(data, probe_video(data), [99])) == [99]
 
 

@@ -166,7 +166,7 @@ def find_lost_text(
         else:
             start, position = next(remaining_spans)
             turn_text = rendered_text[start:position]
-            texts = _answer_texts(message)
+            texts = [*filter(None, [message.get("reasoning_content")]), *_content_texts(message)]
             is_read = template_reads_thinking and "reasoning_content" not in message
             if is_read and texts and (misread_text := _misread_thinking(texts[0])):
                 return misread_text
@@ -184,11 +184,6 @@ def find_lost_text(
 def _content_texts(message: dict[str, Any]) -> list[str]:
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-
-
-def _answer_texts(message: dict[str, Any]) -> list[str]:
-    reasoning_texts = [message["reasoning_content"]] if message.get("reasoning_content") else []
-    return reasoning_texts + _content_texts(message)
 
 
 def _misread_thinking(answer_text: str) -> str:

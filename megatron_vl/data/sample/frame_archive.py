@@ -62,8 +62,7 @@ def pack_frames(named_images: Iterable[tuple[str, bytes]], archive_info: FrameAr
             shown_name = "".join(c if c.isprintable() else "_" for c in shown_name)
             entry_name = f"{image_number:09d} {shown_name}".strip()
             # The earliest time of the format. With the time of writing, the bytes would differ.
-            zip_entry = zipfile.ZipInfo(entry_name, (1980, 1, 1, 0, 0, 0))
-            archive.writestr(zip_entry, image_bytes)
+            archive.writestr(zipfile.ZipInfo(entry_name, (1980, 1, 1, 0, 0, 0)), image_bytes)
         archive.comment = json.dumps({"format": FRAME_ARCHIVE_FORMAT, **asdict(archive_info)}).encode()
     return archive_buffer.getvalue()
 
@@ -120,6 +119,5 @@ def _read_archive_comment(archive_comment: bytes) -> FrameArchiveInfo:
 
 def is_frame_rate(candidate_rate: object) -> bool:
     """Whether a value can be a number of images per second."""
-    if isinstance(candidate_rate, bool) or not isinstance(candidate_rate, (int, float)):
-        return False
-    return MIN_FRAME_RATE <= candidate_rate <= MAX_FRAME_RATE
+    is_number = isinstance(candidate_rate, int | float) and not isinstance(candidate_rate, bool)
+    return is_number and MIN_FRAME_RATE <= candidate_rate <= MAX_FRAME_RATE

@@ -161,12 +161,8 @@ def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _pixel_limits(config: dict[str, Any], defaults: tuple[int, int]) -> list[int]:
     """Smallest and largest area in pixels, from ``min_pixels`` / ``max_pixels`` or ``size``."""
     size = config["size"] if isinstance(config.get("size"), dict) else {}
-    limits = []
-    for name, edge, default in zip(
-        ("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), defaults, strict=True
-    ):
-        limits.append(int(config.get(name) or size.get(edge) or size.get(name) or default))
-    return limits
+    names = zip(("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), defaults, strict=True)
+    return [int(config.get(n) or size.get(edge) or size.get(n) or default) for n, edge, default in names]
 
 
 def _read_norm(processor_config: dict[str, Any], hf_dir: str | Path) -> PixelNorm:
@@ -174,9 +170,8 @@ def _read_norm(processor_config: dict[str, Any], hf_dir: str | Path) -> PixelNor
     channel_stds = processor_config.get("image_std", CLIP_STD)
     if processor_config.get("do_normalize", True) is False:
         channel_means, channel_stds = (0.0,) * 3, (1.0,) * 3
-    rescale_factor = 1.0
-    if processor_config.get("do_rescale", True):
-        rescale_factor = processor_config.get("rescale_factor", 1 / 255)
+    is_rescaled = processor_config.get("do_rescale", True)
+    rescale_factor = processor_config.get("rescale_factor", 1 / 255) if is_rescaled else 1.0
 
     if len(channel_means) != 3 or len(channel_stds) != 3 or not all(channel_stds) or not rescale_factor:
         raise PixelError(
