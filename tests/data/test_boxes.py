@@ -105,24 +105,6 @@ def test_boxes_of_calls_and_of_reasoning_are_written_in_the_order_of_the_templat
     assert turn["tool_calls"][0]["function"]["arguments"] == {"at": [975, 25], "why": "[200, 200]!"}
 
 
-@pytest.mark.parametrize(
-    "frame,numbers,thousandths,resized",
-    [
-        ("pixels", (101, 50.5, 399.6, 200), "[252, 252, 999, 1000]", "[99, 49, 391, 195]"),
-        ("thousandths", (100, 250, 500, 1000), "[100, 250, 500, 1000]", "[39, 49, 196, 195]"),
-        ("resized", (96, 48, 192, 191), "[250, 250, 500, 995]", "[96, 48, 192, 191]"),
-    ],
-)
-def test_boxes_in_each_frame_of_reference_become_those_of_the_family(
-    frame, numbers, thousandths, resized
-) -> None:
-    """101 / 400 is 252.5 thousandths: halves go to even, once. 96 of the 384 pixels of Qwen3.5's
-    resized image are a quarter."""
-    objects = [box(*numbers, frame=frame)]
-    assert written("qwen3_5", objects, "<bbox>")["content"] == thousandths
-    assert written("qwen2_5_vl", objects, "<bbox>")["content"] == resized
-
-
 def test_pixels_equal_qwens_tool_for_training_data() -> None:
     """By the formula of ``process_bbox.ipynb`` and the ``smart_resize`` of qwen-vl-utils."""
     utils = pytest.importorskip("qwen_vl_utils.vision_process")

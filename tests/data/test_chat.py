@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from filelock import FileLock
+from tokenizers import Tokenizer
 from transformers import AutoProcessor, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -71,10 +72,17 @@ CONVERSATIONS = {
 }
 
 
+MARKED = ("think", "tool_call", "tool_response")
+"""Pairs of marks that are tokens."""
+
+
 @cache
 def released_tokenizer_folder() -> Path:
-    """A checkpoint folder with the released vocabulary. Its merges are recovered from the tiktoken file's
-    ranks, which takes ten seconds, so that they are kept for other processes and runs."""
+    """A checkpoint folder with Qwen2's released vocabulary and Qwen3.5's tokens for thinking and tools.
+
+    Its merges are recovered from the tiktoken file's ranks, which takes ten seconds, so that they are kept
+    for other processes and runs.
+    """
     file = Path(importlib.util.find_spec("dashscope").origin).parent / "resources" / "qwen.tiktoken"
     content = file.read_bytes()
     ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in content.splitlines())}
@@ -90,6 +98,9 @@ def released_tokenizer_folder() -> Path:
 
     folder = Path(tempfile.mkdtemp())
     _write_tokenizer(folder, {written[t]: r for t, r in ranks.items()}, merges)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "preprocessor_config.json").write_text(
         (tiny_checkpoint() / "preprocessor_config.json").read_text()
     )

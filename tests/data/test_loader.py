@@ -218,7 +218,6 @@ def same(a, b) -> bool:
         ("empty_think", "trained", r"set data.empty_think back"),
         ("earlier_answers", "masked", r"set data.earlier_answers back"),
         ("chat_template", TOOLS_TEMPLATE, "give the chat template .*run.json"),
-        ("template_arguments", {"add_vision_id": True}, r"set data\.template_arguments back"),
         ("too_long", "drop", r"data\.too_long"),
     ],
 )

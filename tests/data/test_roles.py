@@ -19,7 +19,8 @@ from megatron_vl.spec.positions import GridTHW
 from tests.data.datasets import converted, open_loader
 from tests.data.helpers import spec_of
 from tests.data.media import encoded, write
-from tests.data.test_thinking import LARGE, LATER, marked_folder, thinking_encoder
+from tests.data.test_chat import released_tokenizer_folder
+from tests.data.test_thinking import LARGE, LATER, thinking_encoder
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
@@ -48,7 +49,7 @@ def encoders(tmp_path_factory) -> dict[str, ChatEncoder]:
         "{% for m in messages %}{% if loop.first or m.role != 'system' %}<|im_start|>{{ m.role }}\n"
         "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     )
-    plain, spec = marked_folder(), spec_of("qwen3_vl")
+    plain, spec = released_tokenizer_folder(), spec_of("qwen3_vl")
     return {
         "qwen2_vl": ChatEncoder(plain, spec),
         "tools": ChatEncoder(plain, spec, DataConfig(chat_template=TOOLS_TEMPLATE)),

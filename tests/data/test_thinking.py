@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import tempfile
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
@@ -28,8 +25,6 @@ from tests.data.test_chat import released_tokenizer_folder
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "hf_configs"
 LARGE, SMALL, LATER = "Qwen3.5-9B", "Qwen3.5-0.8B", "Qwen3.6-27B"
-MARKED = ("think", "tool_call", "tool_response")
-"""Pairs of marks that are tokens."""
 QUESTION = {"role": "user", "content": "Hi"}
 NEXT = {"role": "user", "content": "And?"}
 PLAIN = {"role": "assistant", "content": "Yes."}
@@ -66,22 +61,11 @@ TOOL_CALL = [
 ]
 
 
-@cache
-def marked_folder() -> Path:
-    """The released vocabulary with the tokens for thinking and tools."""
-    folder = Path(tempfile.mkdtemp())
-    shutil.copytree(released_tokenizer_folder(), folder, dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def thinking_encoder(model: str, family: str = "qwen3_vl", **settings: Any) -> ChatEncoder:
     """With a released template. All share one tokenizer, which takes seconds to load."""
     template = TEMPLATES / f"{model}.chat_template.jinja"
     data_config = DataConfig(chat_template=str(template), **settings)
-    return ChatEncoder(marked_folder(), spec_of(family), data_config)
+    return ChatEncoder(released_tokenizer_folder(), spec_of(family), data_config)
 
 
 def pieces(ours: ChatEncoder, messages: list[dict]) -> list[tuple[list[str], bool]]:
@@ -197,7 +181,7 @@ def test_thinking_prompt_written_by_hand(model, think, earlier) -> None:
 
 
 def test_thinking_switch_is_refused_where_a_template_has_none() -> None:
-    ours = ChatEncoder(marked_folder(), spec_of("qwen3_vl"))
+    ours = ChatEncoder(released_tokenizer_folder(), spec_of("qwen3_vl"))
     assert not opens_thinking(ours.tokenizer.decode(ours.encode_prompt([QUESTION], [])))
     for think in (True, False):
         with pytest.raises(ChatError, match="enable_thinking"):
@@ -314,7 +298,7 @@ def random_conversation(draw: random.Random, features: bool) -> list[dict]:
 @pytest.mark.parametrize("model", [LARGE, SMALL, LATER, "Qwen2-VL"])
 def test_answers_found_together_equal_those_found_one_by_one(model, rule) -> None:
     thinks = model != "Qwen2-VL"
-    plain_encoder = partial(ChatEncoder, marked_folder(), spec_of("qwen3_vl"), DataConfig(**rule))
+    plain_encoder = partial(ChatEncoder, released_tokenizer_folder(), spec_of("qwen3_vl"), DataConfig(**rule))
     ours = thinking_encoder(model, **rule) if thinks else plain_encoder()
     draw = random.Random(f"{model}{rule}")
     compared = encoded = 0
