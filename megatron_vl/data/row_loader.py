@@ -72,22 +72,17 @@ class RowLoader:
         self._change_lines: list[str] = []
         self._start_row = 0
         self._rank_rows: PlannedRankRows | None = None
-        self._is_closed = False
 
     def __iter__(self) -> RowLoader:
         return self
 
     def __next__(self) -> TrainingRow:
-        if self._is_closed:
-            raise LoaderError("the loader is closed")
         # An error of a loader process comes with that process's traceback, which says nothing to a user.
         try:
             # Processes start with the first row, because a state may be loaded before it.
             if self._rank_rows is None:
-                worker_count = self._data_config.num_workers
-                self._rank_rows = PlannedRankRows(
-                    self._planning_context, self._dp_rank, self._dp, worker_count, self._start_row
-                )
+                place = (self._dp_rank, self._dp, self._data_config.num_workers, self._start_row)
+                self._rank_rows = PlannedRankRows(self._planning_context, *place)
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
             raise LoaderError(_without_traceback(str(error))) from error
@@ -199,7 +194,6 @@ class RowLoader:
         """
         if self._rank_rows is not None:
             raise LoaderStateError("a loader state must be loaded before the first row is read")
-
         try:
             self._check_saved_state(saved_state)
             planner_state = state_from_json(saved_state["planner"])
@@ -216,11 +210,10 @@ class RowLoader:
                     " left them out, as data.too_long: drop does"
                 )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            damage = f"the loader state is damaged ({error!r})"
-            if isinstance(error, LoaderStateError):
-                damage = str(error)
-                if "damaged" not in damage:
-                    raise
+            is_known = isinstance(error, LoaderStateError)
+            if is_known and "damaged" not in str(error):
+                raise
+            damage = str(error) if is_known else f"the loader state is damaged ({error!r})"
             raise LoaderStateError(f"{damage}; {RESUME_EARLIER_ADVICE}") from error
 
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
@@ -263,15 +256,11 @@ class RowLoader:
             self._change_lines += [f"  {line}" for line in change_lines]
 
     def close(self) -> None:
-        """Ends the worker processes. The loader cannot be used afterwards."""
-        self._is_closed = True
         if self._rank_rows is not None:
             self._rank_rows.close()
 
 
 def _without_traceback(error_message: str) -> str:
     """The message of an error without the lines that torch adds, which hold a traceback."""
-    raised_messages = re.findall(
-        r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)", error_message, re.MULTILINE
-    )
-    return str(raised_messages[-1]) if raised_messages else error_message
+    pattern = r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)"
+    return str([error_message, *re.findall(pattern, error_message, re.MULTILINE)][-1])

@@ -69,13 +69,10 @@ class SyntheticRows:
         self._num_rows = num_distinct_rows(data_config.seq_len)
         self._rows: dict[int, Future[TrainingRow]] = {}
         self.dataset_identity = synthetic_identity(data_config)
-        """The identity of these rows in a saved state."""
         self.row_settings = {"seed": data_config.seed, "seq_len": data_config.seq_len}
-        """The fields of ``data`` that determine the rows."""
         self.model_folder_settings: dict[str, Any] = {}
         """Nothing comes from the files of a tokenizer or image processor."""
         self.start_notes = [f"{data_config.path}: {self._num_rows} different rows of random tokens, in turn"]
-        """Lines to print once at the start of a run."""
 
     def __iter__(self) -> SyntheticRows:
         return self
@@ -213,8 +210,7 @@ def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> ChosenSam
         loss_mask[-len(text_token_ids) // 2 :] = True
         return TokenizedSample(token_ids, loss_mask, [media_item])
 
-    start_and_end = 2
-    return ChosenSample(columns * rows + start_and_end + num_text_tokens, draw)
+    return ChosenSample(columns * rows + 2 + num_text_tokens, draw)  # a token before and after the image
 
 
 def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> ChosenSample:

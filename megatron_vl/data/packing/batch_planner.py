@@ -62,12 +62,10 @@ class PlannedSample(NamedTuple):
 
     source: int
     index: int  # type: ignore[assignment]  # tuple has a method of this name
-    """Number of the sample in its data set."""
     tokens: int
     """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""
     patches: int
     part: int = 0
-    """Number of the part, if the sample is cut."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ SCALES = 8
 """The range of sizes among which rows search repeats after this many rounds
 (:meth:`_RowPlan._best_of_block`)."""
 MAX_FILL_ROUNDS = 32
-"""Largest number of rounds that fill rows."""
 REPLACEABLE = 3
 """Number of a row's samples that a round may replace."""
 PATCHES_PER_TOKEN = 16
@@ -43,7 +42,6 @@ less than that count as equally large."""
 BLOCK = 512
 """Number of rows that choose together, so that their choices fit into the processor's cache."""
 MAX_EXCHANGE_ROUNDS = 16
-"""Number of rounds in which ranks exchange rows."""
 SWAP_POOL = 4
 """Rows of each of two ranks that are re-split between them (35 ways to halve eight rows)."""
 UNREACHABLE_PATCHES = 1 << 30
@@ -86,7 +84,6 @@ class _RowPlan:
         self.sizes = np.stack([token_counts, patch_counts]).astype(np.int32)
         self.seq_len, self.patch_budget = seq_len, max_patches or UNREACHABLE_PATCHES
         self.patches_per_token = int(patch_counts.sum()) / max(int(token_counts.sum()), 1)
-        """Patches per token of all waiting samples."""
         self.row_of_sample = np.full(len(token_counts), -1, np.int64)
         self.used_by_row = np.zeros((2, num_rows), np.int64)
         """Tokens and patches of each row."""

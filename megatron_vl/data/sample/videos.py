@@ -411,7 +411,8 @@ def _check_file_end(video_bytes: bytes, format_name: str) -> None:
     is_cut = format_name == "gif" and not _has_gif_end(video_bytes)
     if format_name == "mpegts" and video_bytes[0] == video_bytes[TS_PACKET_BYTES] == 0x47:
         marks = video_bytes[::TS_PACKET_BYTES]
-        is_cut = len(video_bytes) % TS_PACKET_BYTES or marks.count(0x47) < (1 - MISSING_SHARE) * len(marks)
+        is_cut = len(video_bytes) % TS_PACKET_BYTES != 0
+        is_cut |= marks.count(0x47) < (1 - MISSING_SHARE) * len(marks)
     if is_cut:
         raise PixelError("the file is cut short: it ends within a frame or packet")
 

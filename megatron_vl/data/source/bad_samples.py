@@ -39,7 +39,6 @@ class DroppedSample:
     data_set: str
     """Name of its source in a blend; empty without a blend."""
     reason: str
-    """Reason that the sample is counted under."""
     detail: str
     size: int
     """Tokens or patches of a sample that exceeds one of :data:`LIMIT_BY_REASON`; 0 for other reasons."""

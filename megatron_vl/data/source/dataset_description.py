@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -55,7 +56,6 @@ PART_KEYS = {"path", "weight", "repetitions", "split_part", "subflavors"}
 """The keys that a part of a metadataset may have. All others (subsets, joins, other description files,
 auxiliary data) change the samples, name code or lead elsewhere."""
 MAX_ID_BYTES = 100
-"""Largest size of an id in bytes."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ class DatasetDescription:
     shards_by_split: dict[str, list[str]]
     """Names of shards by split, with braces expanded, without excluded shards."""
     excluded_names: list[str]
-    """Shards that are left out."""
     samples_by_shard: dict[str, int]
-    """Number of samples of each shard."""
     content_id: str
     """An id that the converter makes from the SHA-256 of all shards. It is empty if the data set was prepared
     without one."""
@@ -427,19 +425,12 @@ def _check_shard_names(dataset_dir: Location, shard_names: set[str]) -> None:
         shard_folder = resolved_root / parent_path
         if not shard_folder.resolve().is_relative_to(resolved_root):
             raise refuse(f"{parent_path}/{folder_names[0]}")
-        for file_name in _symlinked_names(shard_folder, folder_names):
+        link_names: set[str] = set()
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(shard_folder) as entries:
+            link_names = {entry.name for entry in entries if entry.is_symlink()}
+        for file_name in link_names.intersection(folder_names):
             if not (shard_folder / file_name).resolve().is_relative_to(resolved_root):
                 raise refuse(f"{parent_path}/{file_name}" if parent_path else file_name)
-
-
-def _symlinked_names(shard_folder: Path, shard_names: list[str]) -> list[str]:
-    """The ``shard_names`` that are links in ``shard_folder``."""
-    try:
-        with os.scandir(shard_folder) as entries:
-            link_names = {entry.name for entry in entries if entry.is_symlink()}
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [name for name in shard_names if name in link_names]
 
 
 def _read_metadataset(metadataset_path: Location) -> MetadatasetDescription:

@@ -200,7 +200,6 @@ class SampleOrder:
         self._pass_bounds = np.cumsum(draws_per_pass or [0])
         self._weight_bounds = np.cumsum(np.array(source_weights, np.float64) / sum(source_weights))
         self.draw_counts = [0] * len(sample_counts)
-        """Number of draws from each data set so far."""
         self.total_draws = 0
         """Number of all draws, including those from data sets that the blend no longer has."""
 

@@ -243,10 +243,6 @@ def _ranges(ends: Any, numbers: Integers) -> tuple[Integers, Integers]:
     return np.where(numbers > 0, starts, 0), ends[numbers].astype(np.int64)
 
 
-UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile)
-"""What damaged files of sizes raise."""
-
-
 def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
     """Opens the sizes of a data set. Those in an object store are copied into memory.
 
@@ -283,7 +279,7 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and (exchange_ends is None or len(exchange_ends) == len(sample_records))
             and (exchange_ends is None or len(exchanges) == int(exchange_ends[-1]))
         )
-    except UNREADABLE_ERRORS as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise LoaderError(
             f"{sizes_dir} cannot be read ({error}); write it with `megatron-vl data index`, where every node"
             " can read it"
