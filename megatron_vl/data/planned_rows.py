@@ -107,8 +107,9 @@ class PlanningContext:
             draw_limit = self.epochs * sample_order.pass_size
 
         def cut_sample(source: int, index: int) -> list[tuple[int, int]]:
-            limits = (data_config.seq_len, data_config.max_patches)
-            return self.sized_sources[source].cut_sample(size_counter, index, *limits)
+            return self.sized_sources[source].cut_sample(
+                size_counter, index, data_config.seq_len, data_config.max_patches
+            )
 
         planner = BatchPlanner(
             sample_order,
@@ -324,7 +325,6 @@ class PlannedRankRows:
         read_ahead = ReadAhead(datasets, SHUFFLE_BLOCK, block_count, num_ranks)
         self._store_samples = StoreSamples(datasets, read_ahead, has_processes=worker_count > 0)
         planned_steps = PlannedSteps(planning_context, rank, num_ranks, self._store_samples.expect)
-        row_dataset = RowDataset(planning_context, self._store_samples.take)
         # A single process plans, because the next plan begins where the last one ends.
         self._rows: Any = None
         self._planned_steps = start_loader(planned_steps, None, min(worker_count, 1))
@@ -332,6 +332,7 @@ class PlannedRankRows:
             # A step takes all of its rows at once. With fewer made ahead, it waited for the others: 300 ms of
             # each 3.5 s of a 3B, 8 rows of 8192 tokens a step on one H200.
             prefetched = max(PREFETCHED, -(-self.rows_per_rank // max(worker_count, 1)))
+            row_dataset = RowDataset(planning_context, self._store_samples.take)
             self._rows = start_loader(row_dataset, self._samples_of_rows(), worker_count, prefetched)
         except BaseException:
             self.close()

@@ -176,8 +176,8 @@ class RowEncoder:
         objects = sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
         objects.check_inside()
         if sample.is_document:
-            document = objects.written_messages()[0]["content"]
-            tokens, mask, spans = encode_document(self.chat_encoder, document, sample.grids)
+            [document] = objects.written_messages()
+            tokens, mask, spans = encode_document(self.chat_encoder, document["content"], sample.grids)
             if (weight := record.get("loss_weight", 1.0)) != 1:
                 mask = mask.float() * weight
         else:
@@ -241,8 +241,8 @@ class RowEncoder:
         logged.add(name)
         process_text = f" by loader process {worker.id}" if worker else ""
         note = f" (further ones are counted, not logged{process_text})" if len(logged) == limit else ""
-        dataset_note = f" of {dataset_name}" if dataset_name else ""
-        log.warning("sample %s%s: %s: %s%s", sample.key, dataset_note, reason, detail, note)
+        shown_name = f"{sample.key} of {dataset_name}" if dataset_name else sample.key
+        log.warning("sample %s: %s: %s%s", shown_name, reason, detail, note)
 
     def _record_dropped(self, sample: RawSample, reason: str, detail: str) -> None:
         """Counts and lists a sample as dropped. The next row reports it."""

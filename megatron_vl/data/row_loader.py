@@ -121,8 +121,7 @@ class RowLoader:
         # The text, because the file that a run was given may change or move.
         chat_encoder = self._planning_context.row_encoder.chat_encoder
         settings["chat_template"] = chat_encoder.chat_template if chat_encoder.given_template else ""
-        names = (field.name for field in dataclasses.fields(DataConfig))
-        return {name: settings[name] for name in names if name in settings}
+        return {f.name: settings[f.name] for f in dataclasses.fields(DataConfig) if f.name in settings}
 
     @property
     def model_folder_settings(self) -> dict[str, Any]:

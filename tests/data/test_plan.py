@@ -16,7 +16,7 @@ from megatron_vl.data.packing.batch_planner import (
     PlannedSample,
     count_finished_draws,
 )
-from megatron_vl.data.packing.plan_rows import assign_rows_to_ranks, plan_rows, rank_of_rows
+from megatron_vl.data.packing.plan_rows import plan_rows, rank_of_rows
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
@@ -53,7 +53,10 @@ def test_rows_dealt_to_ranks_by_hand():
     assert rank_of_rows(ints(0, 0, 0, 0), 2).tolist() == [[0, 2], [1, 3]]
     assert rank_of_rows(ints(3, 5), 1).tolist() == [[1, 0]] and rank_of_rows(ints(3), 1).tolist() == [[0]]
     # The first rank has rows 0 and 3, which become 0 and 1. The samples of row 1 are in row 2 then.
-    assert assign_rows_to_ranks(ints(0, 1, 1, 2, 3), ints(4, 2, 1, 2, 1), 4, 2).tolist() == [0, 2, 2, 3, 1]
+    table = np.zeros((5, 5), np.int64)
+    table[3] = [4, 2, 1, 2, 1]
+    dealt = PlannedBatch(table, ints(0, 1, 1, 2, 3), 4).assign_to_ranks(2)
+    assert dealt.row_of_sample.tolist() == [0, 2, 2, 3, 1]
 
 
 def test_rows_exchanged_by_hand():

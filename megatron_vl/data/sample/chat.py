@@ -228,8 +228,7 @@ class ChatEncoder:
             ChatError: the placeholders in the text do not match the media, or the template does not write
                 tools, calls or reasoning that the conversation has.
         """
-        answers = [message for message in messages if message.get("role") == "assistant"]
-        turn_weights = [answer.get("loss_weight", 1.0) for answer in answers]
+        turn_weights = [m.get("loss_weight", 1.0) for m in messages if m.get("role") == "assistant"]
         messages = self._checked_messages(messages, tools)
         check_template_arguments(self.chat_template, template_arguments or {}, "chat_template_kwargs")
         render = partial(self.render_conversation, tools=tools, template_arguments=template_arguments)
@@ -259,8 +258,8 @@ class ChatEncoder:
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
         repeats = self.repeat_counts(token_ids, media_grids)
         if exchange_starts is not None:
-            tables = (token_ids, encoded_text.offsets, cut_spans, media_grids, repeats)
-            exchange_starts += self._exchange_starts(*tables)
+            offsets = encoded_text.offsets
+            exchange_starts += self._exchange_starts(token_ids, offsets, cut_spans, media_grids, repeats)
         return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
 
     def encode_prompt(
@@ -303,8 +302,8 @@ class ChatEncoder:
             for time in grid.timestamps:
                 text = f"<{time:.1f} seconds>"
                 if text not in self._timestamp_tokens:
-                    encoded_text = self._fast_tokenizer.encode(text, add_special_tokens=False)
-                    self._timestamp_tokens[text] = len(encoded_text.ids)
+                    ids = self._fast_tokenizer.encode(text, add_special_tokens=False).ids
+                    self._timestamp_tokens[text] = len(ids)
                 num_tokens += self._timestamp_tokens[text] + 2
         return num_tokens
 
@@ -320,16 +319,15 @@ class ChatEncoder:
 
     def document_token_count(self, grid: GridTHW) -> int:
         """Number of tokens of :meth:`medium_text` with expanded placeholders."""
-        has_pairs = grid.kind == "video" and self.spec.vision.video_timestamps
-        return self.media_token_count(grid) + (0 if has_pairs else 2)
+        is_timed_video = grid.kind == "video" and self.spec.vision.video_timestamps
+        return self.media_token_count(grid) + 2 * (not is_timed_video)
 
     # --- Checks ---------------------------------------------------------------------------------------------
 
     def _check_given_template(self) -> None:
         """Raises ChatError if the answers of a plain conversation cannot be found with the run's template."""
-        plain_turns = [PROBE_TURNS[0], PROBE_TURNS[-1]]
         try:
-            _, loss_mask = self.encode(2 * plain_turns, [])
+            _, loss_mask = self.encode(2 * [PROBE_TURNS[0], PROBE_TURNS[-1]], [])
         except ChatError as error:
             raise ChatError(f"data.chat_template {self.given_template}: {error}") from error
         if not loss_mask.any():
@@ -381,8 +379,8 @@ class ChatEncoder:
         return self._written_features[feature]
 
     def _check_placeholders(self, text: str, media_grids: Sequence[GridTHW]) -> None:
-        placeholders = self._placeholder_pattern.findall(text)
-        written_kinds = ["image" if token == self.image_token else "video" for token in placeholders]
+        tokens = self._placeholder_pattern.findall(text)
+        written_kinds = ["image" if token == self.image_token else "video" for token in tokens]
         given_kinds: list[str] = [grid.kind for grid in media_grids]
         if written_kinds != given_kinds:
             raise ChatError(

@@ -60,8 +60,7 @@ def control_token_text(control_token: str) -> str:
 def find_special_token(text: str) -> tuple[str, str] | None:
     """Why a text of a record is refused: reason and detail; None if it has no token with a meaning."""
     if _MEDIA_PLACEHOLDER.search(text):
-        detail = "the text holds a token that stands for image or video features"
-        return "placeholder token in text", detail
+        return "placeholder token in text", "the text holds a token that stands for image or video features"
     if control_token := CONTROL_TOKEN.search(text):
         return "control token in text", control_token_text(control_token[0])
     return None

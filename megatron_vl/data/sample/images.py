@@ -233,16 +233,6 @@ def _decode_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
     return pil_to_tensor(ImageOps.exif_transpose(rgb_image))
 
 
-def image_planes(
-    image_bytes: bytes,
-    image_grid_thw: GridTHW,
-    pixel_settings: PixelSettings,
-    max_pixels: int = DEFAULT_MAX_PIXELS,
-) -> Tensor:
-    """The planes, uint8 [1, h * w, patch * patch * 3], of an image file that is resized to its grid."""
-    return pixel_planes(decode_image(image_bytes, max_pixels)[None], image_grid_thw, pixel_settings)
-
-
 def pixel_planes(frame_pixels: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
     """uint8 [F, 3, H, W] -> [F, h * w, patch * patch * 3], patches in merge-unit order, colours last."""
     # The same function as in HF's torchvision backend: antialiased, on uint8.

@@ -178,8 +178,8 @@ def _archive_frames(
             raise PixelError(f"frame {frame_number} of the video is missing")
         frame_pixels = _decode_archive_frame(frame_archive, frame_number, max_pixels)
         if frame_pixels.shape[1:] != (video_info.height, video_info.width):
-            image_name = frame_archive.image_name(frame_number)
-            raise PixelError(f"{image_name} has another size than when it was converted")
+            name = frame_archive.image_name(frame_number)
+            raise PixelError(f"{name} has another size than when it was converted")
         yield frame_pixels
 
 

@@ -181,8 +181,9 @@ def blend_change_lines(
         ):
             amounts = f"{_amount_text(old_source)} becomes {_amount_text(source)}"
             lines.append(f"{source.source_name} continues: {amounts}")
-    for source in old_by_key.values():
-        lines.append(f"{source.source_name} is left out; its position and counts are kept")
+    lines += [
+        f"{one.source_name} is left out; its position and counts are kept" for one in old_by_key.values()
+    ]
 
     has_same_order = [one.source_key for one in old_sources] == [one.source_key for one in new_sources]
     if not lines and not has_same_order:

@@ -87,17 +87,27 @@ class DatasetDescription:
     """The data sets of a folder of parts, which are read as one."""
 
     def split_identity(self, split_name: str) -> dict[str, Any]:
-        """The identity by content. It does not contain the path, so that the folder can be moved."""
-        names = self._split_shards(split_name)
+        """The identity by content. It does not contain the path, so that the folder can be moved.
+
+        Raises:
+            LoaderError: the split is empty.
+        """
+        names = self.shards_by_split.get(split_name)
+        if not names:
+            filled_splits = sorted(name for name, shards in self.shards_by_split.items() if shards)
+            raise LoaderError(
+                f"{self.path}: the split {split_name!r} is empty; splits with samples:"
+                f" {', '.join(filled_splits) or 'none'}. Give another one, or convert with --val-fraction"
+                " (makes val), or with more samples"
+            )
         listed_text = "".join(f"{name} {self.samples_by_shard[name]}\n" for name in names)
         listed_text += "".join(f"-{name}\n" for name in self.excluded_names)
-        list_digest = hashlib.sha256(listed_text.encode()).hexdigest()[:16]
         return {
             "content": self.content_id,
             "split": split_name,
             "samples": sum(self.samples_by_shard[name] for name in names),
             "shards": len(names),
-            "list": list_digest,
+            "list": hashlib.sha256(listed_text.encode()).hexdigest()[:16],
         }
 
     def split_facts(self, split_name: str) -> SplitFacts:
@@ -107,17 +117,6 @@ class DatasetDescription:
     def split_parts(self, split_name: str) -> list[tuple[DatasetDescription, str]]:
         """Itself, as :meth:`MetadatasetDescription.split_parts`."""
         return [(self, split_name)]
-
-    def _split_shards(self, split_name: str) -> list[str]:
-        names = self.shards_by_split.get(split_name) or []
-        if not names:
-            filled_splits = sorted(name for name, shards in self.shards_by_split.items() if shards)
-            raise LoaderError(
-                f"{self.path}: the split {split_name!r} is empty; splits with samples:"
-                f" {', '.join(filled_splits) or 'none'}. Give another one, or convert with --val-fraction"
-                " (makes val), or with more samples"
-            )
-        return names
 
 
 @dataclass(frozen=True)
@@ -275,13 +274,7 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
     content_id, id_path = "", metadata_dir / "index.uuid"
     if location_is_file(id_path) and location_size_bytes(id_path) <= MAX_ID_BYTES:
         content_id = id_path.read_bytes().decode(errors="replace").strip()
-    return DatasetDescription(
-        dataset_path,
-        kept_shards,
-        excluded_names,
-        samples_by_shard,
-        content_id,
-    )
+    return DatasetDescription(dataset_path, kept_shards, excluded_names, samples_by_shard, content_id)
 
 
 def _check_tars(dataset_path: Location, tar_list: TarList, shard_names: set[str]) -> None:
@@ -303,8 +296,11 @@ def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]
     """The shards of each split, and the names of excluded shards."""
     split_fields = _read_description_file(split_file)
     patterns_by_split = split_fields.get("split_parts")
-    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
-    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
+    if (
+        split_fields.keys() - {"split_parts", "exclude"}
+        or not isinstance(patterns_by_split, dict)
+        or _names_code(split_fields)
+    ):
         raise LoaderError(f"{split_file}: expected only split_parts and exclude")
 
     shards_by_split = {
