@@ -151,8 +151,7 @@ class RowLoader:
 
         It counts what was drawn up to the last whole step, and not what was drawn ahead of it.
         """
-        rank_rows, planner_state = self._rank_rows, self._planning_context.planner_state
-        planner_state = rank_rows.planner_state if rank_rows is not None else planner_state
+        planner_state = (self._rank_rows or self._planning_context).planner_state
         finished = count_finished_draws(planner_state) if planner_state is not None else {}
         return {
             source.source_key: finished.get(source.source_key, 0) / max(source.sample_count, 1)
@@ -167,19 +166,15 @@ class RowLoader:
         Raises:
             LoaderStateError: this rank has not taken all its rows of a step.
         """
-        num_rows = self._start_row
-        planner_state = self._planning_context.planner_state
-        if self._rank_rows is not None:
-            num_rows = self._rank_rows.total_rows_taken
-            planner_state = self._rank_rows.planner_state
+        rank_rows = self._rank_rows
         return {
             "identity": self._identity,
             # Version 0.2.0 names what has changed at a resume, and reads no state without them.
             "num_workers": self._data_config.num_workers,
             "ranks": self._dp,
             "rows_per_step": self._planning_context.rows_per_step,
-            "rows": num_rows,
-            "planner": state_to_json(planner_state),
+            "rows": rank_rows.total_rows_taken if rank_rows else self._start_row,
+            "planner": state_to_json((rank_rows or self._planning_context).planner_state),
         }
 
     def load_state_dict(self, saved_state: dict[str, Any]) -> None:

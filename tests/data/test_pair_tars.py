@@ -489,7 +489,6 @@ def test_tars_in_an_object_store_are_read_there(store, tars, tmp_path, hf, monke
     for path in (tmp_path / "there").rglob("*"):
         if path.is_file():
             store.upload_file(str(path), BUCKET, f"set/{path.relative_to(tmp_path / 'there')}")
-    assert trained_texts("msc://images/set", hf, r"the number (\d+)") == numbers
     assert trained_texts(f"s3://{BUCKET}/set", hf, r"the number (\d+)") == numbers
     store.put_object(Bucket=BUCKET, Key="pairs/00001.tar", Body=b"other")
     with pytest.raises(LoaderError, match="00001.tar"):

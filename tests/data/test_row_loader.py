@@ -44,6 +44,7 @@ from megatron_vl.data.source.sample_sizes import (
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import compute_tokenizer_digest
+from megatron_vl.spec.positions import GridTHW
 from megatron_vl.training.rows.row_message import serialize_row
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
@@ -61,6 +62,16 @@ def hf(family: str = "qwen2_5_vl") -> Path:
 
 def data_config(path: Path, **changes: Any) -> DataConfig:
     return DataConfig(path=str(path), **({"num_workers": 0} | SETTINGS | changes))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_decoded(monkeypatch) -> None:
+    """Only keys and counts are compared here."""
+
+    def black(encoder: RowEncoder, _: Any, __: Any, grid: GridTHW) -> torch.Tensor:
+        return torch.zeros(1, grid.h * grid.w, 3 * encoder.pixel_settings.patch_size**2, dtype=torch.uint8)
+
+    monkeypatch.setattr(RowEncoder, "_decode_planes", black)
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +154,7 @@ def flat(rows: list[list[str]]) -> list[str]:
 
 
 def test_resume_on_other_ranks_and_workers_takes_the_same_samples(dataset, monkeypatch):
-    """On 4, 2, 3, 1 and 4 ranks and with processes: the same samples in the same steps. No medium is decoded,
-    because only keys are compared."""
-    grey = lambda self, record, media_bytes, grid: torch.zeros(  # noqa: E731
-        1, grid.h * grid.w, 3 * self.pixel_settings.patch_size**2, dtype=torch.uint8
-    )
-    monkeypatch.setattr(RowEncoder, "_decode_planes", grey)
+    """On 4, 2, 3, 1 and 4 ranks and with processes: the same samples in the same steps."""
     whole = list(moved(dataset, [(4, 0, 7)]))
     places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (1, 3, 1), (4, 0, 2)]
     got = list(moved(dataset, places))
