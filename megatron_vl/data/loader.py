@@ -81,8 +81,8 @@ def build_loader(
     planning_context = PlanningContext(
         datasets, blend_sources, tokenization_id, row_encoder, rows_per_step or dp, epochs
     )
-    loader_identity = _loader_identity(data_config, row_encoder, split_facts)
-    return RowLoader(planning_context, loader_identity, dp_rank, dp, data_config)
+    identity = _loader_identity(data_config, row_encoder, split_facts)
+    return RowLoader(planning_context, identity, dp_rank, dp, data_config)
 
 
 def _loader_identity(
@@ -161,8 +161,7 @@ def _samples_in_order(
         reader = open_sample_reader(dataset, partial(read_ahead.take, 0))
         for index in range(source.sample_count):
             if index % READ_AHEAD == 0:
-                end = min(index + READ_AHEAD, source.sample_count)
-                read_ahead.expect((0, i) for i in range(index, end))
+                read_ahead.expect((0, i) for i in range(source.sample_count)[index : index + READ_AHEAD])
             sample = row_encoder.preencode_sample(cook_sample(reader[index]))
             for part_index in range(len(sample.parts) or 1):
                 yield row_encoder.sample_part(sample, part_index)

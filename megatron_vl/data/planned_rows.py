@@ -106,15 +106,14 @@ class PlanningContext:
                 )
             draw_limit = self.epochs * sample_order.pass_size
 
-        def cut_sample(source_index: int, sample_index: int) -> list[tuple[int, int]]:
-            limits = (data_config.seq_len, data_config.max_patches)
-            return self.sized_sources[source_index].cut_sample(size_counter, sample_index, *limits)
+        def cut_sample(source: int, index: int) -> list[tuple[int, int]]:
+            return self.sized_sources[source].cut_sample(
+                size_counter, index, data_config.seq_len, data_config.max_patches
+            )
 
         planner = BatchPlanner(
             sample_order,
-            lambda source_index, indices: self.sized_sources[source_index].count_samples(
-                size_counter, indices
-            ),
+            lambda source, indices: self.sized_sources[source].count_samples(size_counter, indices),
             self.rows_per_step,
             data_config.seq_len,
             data_config.max_patches,
@@ -173,16 +172,15 @@ class RowDataset(Dataset[bytes | TrainingRow]):
         self.planning_context, self.take = planning_context, take
 
     @cached_property
-    def _encoder_and_readers(self) -> tuple[RowEncoder, list[TolerantReader]]:
-        """What each process has of its own."""
-        readers = [
+    def _readers(self) -> list[TolerantReader]:
+        """Those of this process."""
+        return [
             open_sample_reader(dataset, partial(self.take, source_index))
             for source_index, dataset in enumerate(self.planning_context.datasets)
         ]
-        return self.planning_context.row_encoder.copy_for_process(), readers
 
     def __getitem__(self, samples: list[PlannedSample]) -> bytes | TrainingRow:
-        row = read_planned_row(*self._encoder_and_readers, samples)
+        row = read_planned_row(self.planning_context.row_encoder, self._readers, samples)
         if get_worker_info() is None:
             return row
         # Torch would do so in a thread, and drop the row if it fails.
@@ -207,8 +205,8 @@ def dump_row(row: TrainingRow) -> bytes:
     arrays: list[pickle.PickleBuffer] = []
     _RowPickler(stream, protocol=5, buffer_callback=arrays.append).dump(row)
     pieces = [array.raw() for array in arrays]
-    aligned_lengths = [-(-piece.nbytes // ALIGNMENT) * ALIGNMENT for piece in pieces]
-    *starts, end = itertools.accumulate(aligned_lengths, initial=0)
+    aligned = (-(-piece.nbytes // ALIGNMENT) * ALIGNMENT for piece in pieces)
+    *starts, end = itertools.accumulate(aligned, initial=0)
     bounds = [(start, start + piece.nbytes) for start, piece in zip(starts, pieces, strict=True)]
     shared = torch.empty(end, dtype=torch.uint8).share_memory_()
     memory = memoryview(shared.numpy())
@@ -233,21 +231,20 @@ def start_loader(dataset: Any, sampler: Any, worker_count: int, prefetched: int 
         worker_count: 0: no processes.
         prefetched: number of items that each process makes before they are asked for.
     """
-    torch_loader = partial(
-        DataLoader,
-        dataset,
-        batch_size=None,
-        sampler=sampler,
-        num_workers=worker_count,
-        prefetch_factor=prefetched if worker_count else None,
-        multiprocessing_context="fork" if worker_count else None,
-        worker_init_fn=_prepare_process,
-        collate_fn=lambda item: item,
-        generator=torch.Generator(),  # torch would draw from this process's random numbers
-    )
     with explain_shared_memory(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")  # more processes than cores
-        return iter(torch_loader())
+        torch_loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=worker_count,
+            prefetch_factor=prefetched if worker_count else None,
+            multiprocessing_context="fork" if worker_count else None,
+            worker_init_fn=_prepare_process,
+            collate_fn=lambda item: item,
+            generator=torch.Generator(),  # torch would draw from this process's random numbers
+        )
+        return iter(torch_loader)
 
 
 def _prepare_process(_: int) -> None:
@@ -328,7 +325,6 @@ class PlannedRankRows:
         read_ahead = ReadAhead(datasets, SHUFFLE_BLOCK, block_count, num_ranks)
         self._store_samples = StoreSamples(datasets, read_ahead, has_processes=worker_count > 0)
         planned_steps = PlannedSteps(planning_context, rank, num_ranks, self._store_samples.expect)
-        row_dataset = RowDataset(planning_context, self._store_samples.take)
         # A single process plans, because the next plan begins where the last one ends.
         self._rows: Any = None
         self._planned_steps = start_loader(planned_steps, None, min(worker_count, 1))
@@ -336,6 +332,7 @@ class PlannedRankRows:
             # A step takes all of its rows at once. With fewer made ahead, it waited for the others: 300 ms of
             # each 3.5 s of a 3B, 8 rows of 8192 tokens a step on one H200.
             prefetched = max(PREFETCHED, -(-self.rows_per_rank // max(worker_count, 1)))
+            row_dataset = RowDataset(planning_context, self._store_samples.take)
             self._rows = start_loader(row_dataset, self._samples_of_rows(), worker_count, prefetched)
         except BaseException:
             self.close()
@@ -375,7 +372,6 @@ class PlannedRankRows:
         return self.start_row + steps * self.rows_per_step
 
     def close(self) -> None:
-        """Ends the processes."""
         for iterator in (self._rows, self._planned_steps):
             if not getattr(iterator, "_shutdown", True):  # it has processes, which the end of the data ends
                 _end_processes(iterator)

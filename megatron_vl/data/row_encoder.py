@@ -11,7 +11,6 @@ ranks see the same row.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import logging
@@ -54,7 +53,6 @@ from megatron_vl.system.errors import is_machine_fault
 log = logging.getLogger(__name__)
 
 MAX_LOGGED_PER_REASON = 10
-"""Number of unusable samples of one reason that a process logs."""
 MAX_REMEMBERED_SAMPLES = 8
 """Number of samples in several parts whose tokens a process remembers until it needs their next part."""
 GREY_VALUE = 128
@@ -70,27 +68,22 @@ class RawSample:
     media_bytes: dict[str, bytes]
     shard_name: str = ""
     source_index: int = 0
-    """Number of the sample's source in the blend."""
     refused: tuple[str, str] | None = None
     """Reason and detail if the sample could not be read or cannot be used."""
     refused_size: int = 0
     """The number of tokens or patches for which the sample is refused; 0 for another reason."""
     source: str = ""
-    """The input file and record that it was converted from."""
     token_ids: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     loss_mask: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     media: list[dict[str, Any]] = field(default_factory=list)
     """The stored facts of each medium, in the order of the text."""
     grids: list[GridTHW] = field(default_factory=list)
     objects: SampleObjects | None = None
-    """The boxes of the sample and the names of its objects."""
     is_document: bool = False
     parts: list[SamplePart] = field(default_factory=list)
-    """The parts of a sample that is cut because it does not fit into a row."""
 
     @property
     def token_and_patch_count(self) -> tuple[int, int]:
-        """Number of tokens and of patches."""
         return len(self.token_ids), sum(grid.num_patches for grid in self.grids)
 
 
@@ -132,21 +125,12 @@ class RowEncoder:
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
         self.source_names: tuple[str, ...] = ()
         """Names of the sources of a blend. If it is not empty, rows say which source each sample is from."""
-        self._reset_counts()
-
-    def _reset_counts(self) -> None:
         self.remembered_samples: dict[tuple[Any, ...], tuple[Tensor, Tensor, list[SamplePart]]] = {}
         """Tokens, loss mask and parts of the last samples in several parts."""
         self.dropped_counts: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
         self.logged_samples: dict[str, set[tuple[str, ...]]] = {}
         """The samples whose message was logged, by reason."""
-
-    def copy_for_process(self) -> RowEncoder:
-        """A copy with separate counts, for one process."""
-        process_encoder = copy.copy(self)
-        process_encoder._reset_counts()
-        return process_encoder
 
     def preencode_sample(self, sample: RawSample) -> RawSample:
         """Tokenizes a sample without decoding its media. An unusable sample comes back ``refused``.
@@ -163,23 +147,22 @@ class RowEncoder:
                 raise
             refusal = refusal_of_error(error)
 
-        reason, detail = refusal.reason, str(refusal)
-        self._log_bad_sample(sample, reason, detail)
+        refused = (refusal.reason, str(refusal))
+        self._log_bad_sample(sample, *refused)
         return RawSample(
             sample.key,
             sample.json_bytes,
             {},
             sample.shard_name,
             sample.source_index,
-            refused=(reason, detail),
+            refused=refused,
             refused_size=refusal.size,
             source=_source_text(sample.json_bytes),
         )
 
     def _encode_sample(self, sample: RawSample) -> None:
         record = json.loads(checked_json_bytes(sample), parse_float=read_number)
-        missing_keys = [item["key"] for item in record["media"] if item["key"] not in sample.media_bytes]
-        if missing_keys:
+        if missing_keys := [m["key"] for m in record["media"] if m["key"] not in sample.media_bytes]:
             raise UnusableError("medium missing", f"the shard has no {', '.join(missing_keys)} of the sample")
 
         sample.media = record["media"]
@@ -193,10 +176,10 @@ class RowEncoder:
         objects = sample.objects = SampleObjects(record, sample.grids, self.spec.vision)
         objects.check_inside()
         if sample.is_document:
-            document = objects.written_messages()[0]["content"]
-            tokens, mask, spans = encode_document(self.chat_encoder, document, sample.grids)
-            weight = record.get("loss_weight", 1.0)
-            mask = mask if weight == 1 else mask.float() * weight
+            [document] = objects.written_messages()
+            tokens, mask, spans = encode_document(self.chat_encoder, document["content"], sample.grids)
+            if (weight := record.get("loss_weight", 1.0)) != 1:
+                mask = mask.float() * weight
         else:
             encode_conversation = partial(
                 self.chat_encoder.encode,
@@ -258,8 +241,8 @@ class RowEncoder:
         logged.add(name)
         process_text = f" by loader process {worker.id}" if worker else ""
         note = f" (further ones are counted, not logged{process_text})" if len(logged) == limit else ""
-        dataset_note = f" of {dataset_name}" if dataset_name else ""
-        log.warning("sample %s%s: %s: %s%s", sample.key, dataset_note, reason, detail, note)
+        shown_name = f"{sample.key} of {dataset_name}" if dataset_name else sample.key
+        log.warning("sample %s: %s: %s%s", shown_name, reason, detail, note)
 
     def _record_dropped(self, sample: RawSample, reason: str, detail: str) -> None:
         """Counts and lists a sample as dropped. The next row reports it."""

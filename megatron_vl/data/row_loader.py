@@ -72,22 +72,17 @@ class RowLoader:
         self._change_lines: list[str] = []
         self._start_row = 0
         self._rank_rows: PlannedRankRows | None = None
-        self._is_closed = False
 
     def __iter__(self) -> RowLoader:
         return self
 
     def __next__(self) -> TrainingRow:
-        if self._is_closed:
-            raise LoaderError("the loader is closed")
         # An error of a loader process comes with that process's traceback, which says nothing to a user.
         try:
             # Processes start with the first row, because a state may be loaded before it.
             if self._rank_rows is None:
-                worker_count = self._data_config.num_workers
-                self._rank_rows = PlannedRankRows(
-                    self._planning_context, self._dp_rank, self._dp, worker_count, self._start_row
-                )
+                place = (self._dp_rank, self._dp, self._data_config.num_workers, self._start_row)
+                self._rank_rows = PlannedRankRows(self._planning_context, *place)
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
             raise LoaderError(_without_traceback(str(error))) from error
@@ -126,8 +121,7 @@ class RowLoader:
         # The text, because the file that a run was given may change or move.
         chat_encoder = self._planning_context.row_encoder.chat_encoder
         settings["chat_template"] = chat_encoder.chat_template if chat_encoder.given_template else ""
-        names = (field.name for field in dataclasses.fields(DataConfig))
-        return {name: settings[name] for name in names if name in settings}
+        return {f.name: settings[f.name] for f in dataclasses.fields(DataConfig) if f.name in settings}
 
     @property
     def model_folder_settings(self) -> dict[str, Any]:
@@ -157,8 +151,7 @@ class RowLoader:
 
         It counts what was drawn up to the last whole step, and not what was drawn ahead of it.
         """
-        rank_rows, planner_state = self._rank_rows, self._planning_context.planner_state
-        planner_state = rank_rows.planner_state if rank_rows is not None else planner_state
+        planner_state = (self._rank_rows or self._planning_context).planner_state
         finished = count_finished_draws(planner_state) if planner_state is not None else {}
         return {
             source.source_key: finished.get(source.source_key, 0) / max(source.sample_count, 1)
@@ -173,19 +166,15 @@ class RowLoader:
         Raises:
             LoaderStateError: this rank has not taken all its rows of a step.
         """
-        num_rows = self._start_row
-        planner_state = self._planning_context.planner_state
-        if self._rank_rows is not None:
-            num_rows = self._rank_rows.total_rows_taken
-            planner_state = self._rank_rows.planner_state
+        rank_rows = self._rank_rows
         return {
             "identity": self._identity,
             # Version 0.2.0 names what has changed at a resume, and reads no state without them.
             "num_workers": self._data_config.num_workers,
             "ranks": self._dp,
             "rows_per_step": self._planning_context.rows_per_step,
-            "rows": num_rows,
-            "planner": state_to_json(planner_state),
+            "rows": rank_rows.total_rows_taken if rank_rows else self._start_row,
+            "planner": state_to_json((rank_rows or self._planning_context).planner_state),
         }
 
     def load_state_dict(self, saved_state: dict[str, Any]) -> None:
@@ -199,7 +188,6 @@ class RowLoader:
         """
         if self._rank_rows is not None:
             raise LoaderStateError("a loader state must be loaded before the first row is read")
-
         try:
             self._check_saved_state(saved_state)
             planner_state = state_from_json(saved_state["planner"])
@@ -216,11 +204,10 @@ class RowLoader:
                     " left them out, as data.too_long: drop does"
                 )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            damage = f"the loader state is damaged ({error!r})"
-            if isinstance(error, LoaderStateError):
-                damage = str(error)
-                if "damaged" not in damage:
-                    raise
+            is_known = isinstance(error, LoaderStateError)
+            if is_known and "damaged" not in str(error):
+                raise
+            damage = str(error) if is_known else f"the loader state is damaged ({error!r})"
             raise LoaderStateError(f"{damage}; {RESUME_EARLIER_ADVICE}") from error
 
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
@@ -263,15 +250,11 @@ class RowLoader:
             self._change_lines += [f"  {line}" for line in change_lines]
 
     def close(self) -> None:
-        """Ends the worker processes. The loader cannot be used afterwards."""
-        self._is_closed = True
         if self._rank_rows is not None:
             self._rank_rows.close()
 
 
 def _without_traceback(error_message: str) -> str:
     """The message of an error without the lines that torch adds, which hold a traceback."""
-    raised_messages = re.findall(
-        r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)", error_message, re.MULTILINE
-    )
-    return str(raised_messages[-1]) if raised_messages else error_message
+    pattern = r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)"
+    return str([error_message, *re.findall(pattern, error_message, re.MULTILINE)][-1])

@@ -1,6 +1,6 @@
 """Converts a loader's state to JSON values and back, so that a checkpoint contains no pickle.
 
-Only the types that occur in a state are written and read. Any other type is refused by name.
+Only the types that occur in a state are written and read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ class LoaderStateError(UserError, ValueError):
 
 
 def state_to_json(state_value: Any) -> Any:
-    """Converts a state to JSON values, from which :func:`state_from_json` makes an equal object.
-
-    Raises:
-        LoaderStateError: the state has a value of a type that no state has.
-    """
-    if state_value is None or isinstance(state_value, (bool, int, float, str)):
-        return state_value
+    """Converts a state to JSON values, from which :func:`state_from_json` makes an equal object."""
     if isinstance(state_value, np.ndarray):
         return {
             "array": base64.b64encode(state_value.tobytes()).decode(),
@@ -35,9 +29,7 @@ def state_to_json(state_value: Any) -> Any:
         return [state_to_json(item) for item in state_value]
     if isinstance(state_value, dict):
         return {"dict": [[state_to_json(k), state_to_json(v)] for k, v in state_value.items()]}
-
-    type_name = f"{type(state_value).__module__}.{type(state_value).__name__}"
-    raise LoaderStateError(f"the loader state holds a {type_name}, which this version cannot write")
+    return state_value
 
 
 def state_from_json(json_value: Any) -> Any:
@@ -51,5 +43,4 @@ def state_from_json(json_value: Any) -> Any:
         return flat_array.reshape(json_value["shape"]).copy()
     if "dict" in json_value:
         return {state_from_json(k): state_from_json(v) for k, v in json_value["dict"]}
-
     raise LoaderStateError(f"the loader state is damaged or of another version: {sorted(json_value)[:5]}")

@@ -69,13 +69,10 @@ class SyntheticRows:
         self._num_rows = num_distinct_rows(data_config.seq_len)
         self._rows: dict[int, Future[TrainingRow]] = {}
         self.dataset_identity = synthetic_identity(data_config)
-        """The identity of these rows in a saved state."""
         self.row_settings = {"seed": data_config.seed, "seq_len": data_config.seq_len}
-        """The fields of ``data`` that determine the rows."""
         self.model_folder_settings: dict[str, Any] = {}
         """Nothing comes from the files of a tokenizer or image processor."""
         self.start_notes = [f"{data_config.path}: {self._num_rows} different rows of random tokens, in turn"]
-        """Lines to print once at the start of a run."""
 
     def __iter__(self) -> SyntheticRows:
         return self
@@ -96,8 +93,8 @@ class SyntheticRows:
         """The rows by number. Threads draw their pixels, in the order in which steps take them."""
         # Steps are repeated too. If they are large, a rank has the same few rows in all of them.
         distinct_steps = range(self._num_rows // math.gcd(self._num_rows, self._rows_per_step))
-        steps_and_rows = itertools.product(distinct_steps, range(self._rows_per_rank))
-        own_numbers = dict.fromkeys(self._row_number(step, i) % self._num_rows for step, i in steps_and_rows)
+        places = itertools.product(distinct_steps, range(self._rows_per_rank))
+        own_numbers = dict.fromkeys(self._row_number(*place) % self._num_rows for place in places)
         chosen_rows = list(choose_rows(self._data_config, self._spec))
         threads = ThreadPoolExecutor(DRAWING_THREADS)
         rows = {number: threads.submit(self._pack_row, chosen_rows[number]) for number in own_numbers}
@@ -109,10 +106,9 @@ class SyntheticRows:
 
     def state_dict(self) -> dict[str, Any]:
         """The number of rows of the steps that are done, the same on all ranks."""
-        steps_done = self._rows_taken // self._rows_per_rank
         return {
             "identity": {"dataset": self.dataset_identity, **self.row_settings},
-            "rows": self._start_row + steps_done * self._rows_per_step,
+            "rows": self._start_row + self._rows_taken // self._rows_per_rank * self._rows_per_step,
         }
 
     def load_state_dict(self, saved_state: dict[str, Any]) -> None:
@@ -213,8 +209,7 @@ def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> ChosenSam
         loss_mask[-len(text_token_ids) // 2 :] = True
         return TokenizedSample(token_ids, loss_mask, [media_item])
 
-    start_and_end = 2
-    return ChosenSample(columns * rows + start_and_end + num_text_tokens, draw)
+    return ChosenSample(columns * rows + 2 + num_text_tokens, draw)  # a token before and after the image
 
 
 def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> ChosenSample:
@@ -233,8 +228,8 @@ def random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generato
     """Draws tokens below all special ones."""
     special_ids = (spec.image_token_id, spec.video_token_id)
     marker_ids = (spec.vision_start_token_id, spec.vision_end_token_id)
-    first_special_id = min(*special_ids, *marker_ids, spec.language.vocab_size)
-    return torch.randint(0, first_special_id, (token_count,), generator=generator)
+    end = min(*special_ids, *marker_ids, spec.language.vocab_size)
+    return torch.randint(0, end, (token_count,), generator=generator)
 
 
 def random_medium(

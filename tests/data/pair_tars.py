@@ -29,8 +29,18 @@ def pair_members(key: str, number: int, caption: str, *, in_json: bool = False) 
     return [(f"{key}.{SUFFIXES.get(kind, kind)}", image), (f"{key}.{'json' if in_json else 'txt'}", text)]
 
 
-def write_tar(path: Path, members: Iterable[tuple[str, bytes]]) -> Path:
-    with tarfile.open(path, "w") as tar_file:
+def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
+    """The members of each key by extension."""
+    samples: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(path) as tar_file:
+        for member in tar_file:
+            key, _, extension = member.name.partition(".")
+            samples.setdefault(key, {})[extension] = tar_file.extractfile(member).read()
+    return samples
+
+
+def write_tar(path: Path, members: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=form) as tar_file:
         for name, content in members:
             info = tarfile.TarInfo(name)
             info.size = len(content)

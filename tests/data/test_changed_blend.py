@@ -133,7 +133,7 @@ def test_changed_blend_repeats_and_skips_no_sample(folder):
     assert run.of("birds").total() > birds.total()
 
 
-@pytest.mark.parametrize("settings", [{}, {"shuffle": False}, {"pack": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"shuffle": False, "pack": False}], ids=str)
 def test_data_set_becomes_a_blend_and_one_again(folder, settings):
     run = Reading(folder, **settings).start("birds").take(10)
     run.start(blend(SHIPS, BIRDS)).take(70)  # 64 samples of birds alone were drawn already

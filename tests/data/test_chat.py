@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import base64
 import importlib.util
+import json
 import tempfile
+import zlib
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
+from tokenizers import Tokenizer
 from transformers import AutoProcessor, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW, mrope_positions
+from tests.conftest import REPOSITORY
 from tests.data.helpers import spec_of
 from tests.tiny import tiny_checkpoint
 from toolkit.common.hf_loading import apply_video_prompt
@@ -67,24 +72,35 @@ CONVERSATIONS = {
 }
 
 
+MARKED = ("think", "tool_call", "tool_response")
+"""Pairs of marks that are tokens."""
+
+
 @cache
 def released_tokenizer_folder() -> Path:
-    """A checkpoint folder with the released vocabulary; its merges are recovered from the
-    tiktoken file's ranks."""
+    """A checkpoint folder with Qwen2's released vocabulary and Qwen3.5's tokens for thinking and tools.
+
+    Its merges are recovered from the tiktoken file's ranks, which takes ten seconds, so that they are kept
+    for other processes and runs.
+    """
     file = Path(importlib.util.find_spec("dashscope").origin).parent / "resources" / "qwen.tiktoken"
-    ranks = {
-        base64.b64decode(t): int(r) for t, r in (line.split() for line in file.read_bytes().splitlines())
-    }
+    content = file.read_bytes()
+    ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in content.splitlines())}
     chars = bytes_to_unicode()
     written = {token: "".join(chars[b] for b in token) for token in ranks}
-    merges = [
-        tuple(written[p] for p in split)
-        for token, rank in ranks.items()
-        if (split := last_merge(token, rank, ranks))
-    ]
+    kept = REPOSITORY / ".pytest_cache" / f"merges-{zlib.crc32(content):08x}.json"
+    kept.parent.mkdir(exist_ok=True)
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            splits = (last_merge(token, rank, ranks) for token, rank in ranks.items())
+            kept.write_text(json.dumps([[written[p] for p in split] for split in splits if split]))
+    merges = list(map(tuple, json.loads(kept.read_text())))
 
     folder = Path(tempfile.mkdtemp())
     _write_tokenizer(folder, {written[t]: r for t, r in ranks.items()}, merges)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "preprocessor_config.json").write_text(
         (tiny_checkpoint() / "preprocessor_config.json").read_text()
     )
@@ -105,18 +121,16 @@ def last_merge(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
 
 @pytest.fixture(scope="module", params=["small", pytest.param("released", marks=pytest.mark.slow)])
 def encoder(request):
-    """The folder of a vocabulary, and an encoder with it."""
-    if request.param == "released":
-        return released_tokenizer_folder(), ChatEncoder(released_tokenizer_folder(), spec_of("qwen2_5_vl"))
-    folder = tiny_checkpoint("qwen2_5_vl")
-    return folder, ChatEncoder(folder, read_spec(folder))
+    """transformers' tokenizer of a vocabulary, and an encoder with it."""
+    folder = released_tokenizer_folder() if request.param == "released" else tiny_checkpoint("qwen2_5_vl")
+    spec = spec_of("qwen2_5_vl") if request.param == "released" else read_spec(folder)
+    return AutoTokenizer.from_pretrained(folder), ChatEncoder(folder, spec)
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_text_and_tokens_equal_transformers(encoder, name):
-    folder, ours = encoder
+    reference, ours = encoder
     messages, grids = CONVERSATIONS[name]
-    reference = AutoTokenizer.from_pretrained(folder)
     rendered = reference.apply_chat_template(messages, tokenize=False)
     assert ours.render_conversation(messages) == rendered
     expanded = rendered

@@ -287,7 +287,7 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
     assert {len(drawn) for (source, _), drawn in whole.items() if source == 0} == {2}, "two passes"
     assert {len(drawn) for (source, _), drawn in whole.items() if source == 1} == {4}
 
-    for stop in range(0, len(steps), 2):
+    for stop in range(0, len(steps), 4):
         ranks = loaders(2, states[stop])
         for step in steps[stop:]:
             resumed = [row for rank in ranks for row in islice(rank, 2)]

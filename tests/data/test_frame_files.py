@@ -90,7 +90,7 @@ def _png(image: Image.Image) -> bytes:
 
 
 @pytest.mark.parametrize("settings", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
-@pytest.mark.parametrize(("count", "rate"), [(12, 2), (40, 10), (9, 5), (90, 30), (1, 1)])
+@pytest.mark.parametrize(("count", "rate"), [(12, 2), (9, 5), (90, 30), (1, 1)])
 def test_frame_folder_is_sampled_like_a_video_file(settings, count, rate):
     file = lossless(count, rate)
     folder = packed(count, rate, "as a file")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from toolkit.common.hf_loading import apply_video_prompt
 from .datasets import converted, mixed_records, open_loader
 from .helpers import positions_one_by_one
 from .media import video, write
+from .pair_tars import read_tar
 
 PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
 VOLUME = 4 * 56 * 56
@@ -60,13 +60,8 @@ def validation(path, family="qwen2_5_vl", **changes):
 
 def stored(path):
     """Maps each key to (record, members) for all samples of a data set."""
-    out: dict[str, dict[str, bytes]] = {}
-    for shard in sorted(path.glob("*.tar")):
-        with tarfile.open(shard) as tar:
-            for member in tar:
-                key, _, part = member.name.partition(".")
-                out.setdefault(key, {})[part] = tar.extractfile(member).read()
-    return {key: (json.loads(parts["json"]), parts) for key, parts in out.items()}
+    samples = {key: parts for shard in path.glob("*.tar") for key, parts in read_tar(shard).items()}
+    return {key: (json.loads(parts["json"]), parts) for key, parts in samples.items()}
 
 
 def hf_inputs(folder, record, parts):
@@ -218,7 +213,6 @@ def same(a, b) -> bool:
         ("empty_think", "trained", r"set data.empty_think back"),
         ("earlier_answers", "masked", r"set data.earlier_answers back"),
         ("chat_template", TOOLS_TEMPLATE, "give the chat template .*run.json"),
-        ("template_arguments", {"add_vision_id": True}, r"set data\.template_arguments back"),
         ("too_long", "drop", r"data\.too_long"),
     ],
 )

@@ -22,8 +22,7 @@ from tests.tiny import tiny_checkpoint
 from .datasets import converted, open_loader
 from .media import encoded, video, write
 from .test_documents import FAMILIES, settings, tokens_by_sample
-from .test_thinking import LARGE, write_thinking_folder
-from .test_thinking import encoder as thinking_encoder
+from .test_thinking import LARGE, thinking_encoder
 
 SYSTEM, IMAGE, VIDEO = {"role": "system", "content": "S."}, {"type": "image"}, {"type": "video"}
 
@@ -134,9 +133,9 @@ def test_exchange_has_its_calls_results_and_answers(messages, tools, expected):
         assert head_and_exchange == encoder.encode(alone, [], tools)[0].tolist()
 
 
-def test_exchanges_under_a_thinking_template_keep_their_tokens(tmp_path):
+def test_exchanges_under_a_thinking_template_keep_their_tokens():
     """The template writes a block of thinking into the last answer alone."""
-    encoder = thinking_encoder(write_thinking_folder(tmp_path / "hf", LARGE))
+    encoder = thinking_encoder(LARGE)
     messages = [SYSTEM, *exchange("a?", "A."), *exchange("b?", "B.")]
     starts: list[Any] = []
     token_ids, _ = encoder.encode(messages, [], exchange_starts=starts)

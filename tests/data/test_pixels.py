@@ -20,7 +20,7 @@ from transformers.video_utils import VideoMetadata
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.frame_archive import PixelError
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, resized_image_size, video_grid
-from megatron_vl.data.sample.images import image_planes, image_size
+from megatron_vl.data.sample.images import decode_image, image_size, pixel_planes
 from megatron_vl.data.sample.pixel_settings import (
     PixelNorm,
     PixelSettings,
@@ -83,7 +83,7 @@ def hf_pixels(folder, data: bytes):
 
 def ours(data: bytes, settings: PixelSettings):
     grid = image_grid(*image_size(data), settings)
-    planes = settings.norm.normalize_planes(image_planes(data, grid, settings))[0]
+    planes = settings.norm.normalize_planes(pixel_planes(decode_image(data)[None], grid, settings))[0]
     p = settings.patch_size
     twice = planes.view(-1, 3, 1, p * p).expand(-1, -1, 2, -1)
     return twice.reshape(len(planes), -1), [grid.t, grid.h, grid.w]

@@ -16,10 +16,10 @@ from megatron_vl.data.packing.batch_planner import (
     PlannedSample,
     count_finished_draws,
 )
-from megatron_vl.data.packing.plan_rows import assign_rows_to_ranks, plan_rows, rank_of_rows
+from megatron_vl.data.packing.plan_rows import plan_rows, rank_of_rows
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
-from megatron_vl.data.state_json import LoaderStateError
+from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 
 SEQ_LEN = 1024
 
@@ -53,7 +53,10 @@ def test_rows_dealt_to_ranks_by_hand():
     assert rank_of_rows(ints(0, 0, 0, 0), 2).tolist() == [[0, 2], [1, 3]]
     assert rank_of_rows(ints(3, 5), 1).tolist() == [[1, 0]] and rank_of_rows(ints(3), 1).tolist() == [[0]]
     # The first rank has rows 0 and 3, which become 0 and 1. The samples of row 1 are in row 2 then.
-    assert assign_rows_to_ranks(ints(0, 1, 1, 2, 3), ints(4, 2, 1, 2, 1), 4, 2).tolist() == [0, 2, 2, 3, 1]
+    table = np.zeros((5, 5), np.int64)
+    table[3] = [4, 2, 1, 2, 1]
+    dealt = PlannedBatch(table, ints(0, 1, 1, 2, 3), 4).assign_to_ranks(2)
+    assert dealt.row_of_sample.tolist() == [0, 2, 2, 3, 1]
 
 
 def test_rows_exchanged_by_hand():
@@ -307,3 +310,67 @@ def test_planner_rejects_damaged_states():
             planner(tokens, patches).restore_state(good | changed)
     with pytest.raises(LoaderStateError, match="damaged"):
         planner(tokens, patches).restore_state({})
+
+
+# --- Passes over the data -----------------------------------------------------------------------------------
+
+
+def planner_of_passes(samples: int, rows: int, passes: int, *, packs: bool = True) -> BatchPlanner:
+    """Samples of 80 to 479 tokens; each seventh cannot be used, except the only one."""
+    tokens = np.random.default_rng(7).integers(80, 480, samples)
+    if samples > 1:
+        tokens[::7] = 0
+    order = SampleOrder([samples], [1.0], 3, is_shuffled=True)
+    sizes = lambda _, index: (tokens[index], tokens[index] // 2)  # noqa: E731
+    limit = passes * samples
+    return BatchPlanner(order, sizes, rows, SEQ_LEN, 0, packs_samples=packs, draw_limit=limit)
+
+
+def trained_samples(plan: BatchPlanner, steps: int | None = None) -> list[list[int]]:
+    """The samples of each step that have tokens."""
+    batches = []
+    while not plan.is_at_end and steps != len(batches):
+        batch = plan.next_batch()
+        _, index, tokens, _, _ = batch.sample_table
+        assert np.bincount(batch.row_of_sample, tokens, batch.num_rows).max() <= SEQ_LEN
+        batches.append(index[tokens > 0].tolist())
+    return batches
+
+
+@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize(("samples", "rows", "passes"), [(1, 8, 2), (40, 8, 1), (400, 6, 1), (57, 4, 3)])
+def test_pass_trains_on_every_usable_sample_exactly_once(samples, rows, passes, packs):
+    counts = Counter(sum(trained_samples(planner_of_passes(samples, rows, passes, packs=packs)), []))
+    assert counts == {i: passes for i in range(samples) if i % 7 or samples == 1}
+
+
+def test_pass_without_a_usable_sample_is_refused():
+    nothing = np.zeros(1, np.int64)
+    order = SampleOrder([1], [1.0], 3, is_shuffled=True)
+    with pytest.raises(LoaderError, match="^2 consecutive draws gave no usable sample: each is empty"):
+        BatchPlanner(order, lambda _, i: (nothing[i], nothing[i]), 8, SEQ_LEN, 0, draw_limit=2).next_batch()
+
+
+def test_resumed_pass_ends_with_the_same_steps():
+    whole = trained_samples(planner_of_passes(57, 4, 3))
+    for step in range(len(whole) + 1):
+        first = planner_of_passes(57, 4, 3)
+        trained_samples(first, step)
+        later = planner_of_passes(57, 4, 3)
+        later.restore_state(state_from_json(state_to_json(first.planner_state())))
+        assert trained_samples(later) == whole[step:]
+
+
+def test_further_pass_continues_a_run_that_has_ended():
+    first = planner_of_passes(57, 4, 1)
+    trained = sum(trained_samples(first), [])
+    longer = planner_of_passes(57, 4, 2)
+    longer.restore_state(state_from_json(state_to_json(first.planner_state())))
+    assert Counter(trained + sum(trained_samples(longer), [])) == {i: 2 for i in range(57) if i % 7}
+
+
+def test_pass_of_a_blend_needs_repetitions():
+    assert SampleOrder([10], [1.0], seed=1, is_shuffled=True).pass_size == 10
+    assert SampleOrder([10, 20], [0.5, 0.5], seed=1, is_shuffled=True).pass_size is None
+    repeated = SampleOrder([10, 20], [0.5, 0.5], seed=1, is_shuffled=True, draws_per_pass=[20, 20])
+    assert repeated.pass_size == 40

@@ -20,11 +20,7 @@ from tests.data.datasets import converted, open_loader
 from tests.data.helpers import spec_of
 from tests.data.media import encoded, write
 from tests.data.test_chat import released_tokenizer_folder
-from tests.data.test_thinking import (
-    LARGE,
-    LATER,
-    write_thinking_folder,
-)
+from tests.data.test_thinking import LARGE, LATER, thinking_encoder
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
@@ -54,12 +50,11 @@ def encoders(tmp_path_factory) -> dict[str, ChatEncoder]:
         "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     )
     plain, spec = released_tokenizer_folder(), spec_of("qwen3_vl")
-    thinking = {model: write_thinking_folder(root / model, model) for model in (LARGE, LATER)}
     return {
         "qwen2_vl": ChatEncoder(plain, spec),
         "tools": ChatEncoder(plain, spec, DataConfig(chat_template=TOOLS_TEMPLATE)),
         "dropping": ChatEncoder(plain, spec, DataConfig(chat_template=str(dropping))),
-        **{model: ChatEncoder(folder, spec) for model, folder in thinking.items()},
+        **{model: thinking_encoder(model) for model in (LARGE, LATER)},
     }
 
 

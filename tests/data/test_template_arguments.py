@@ -19,7 +19,6 @@ from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from tests.data.datasets import converted, open_loader
-from tests.data.helpers import spec_of
 from tests.data.test_thinking import (
     AND,
     BLOCK,
@@ -32,7 +31,7 @@ from tests.data.test_thinking import (
     TEMPLATES,
     THOUGHT,
     pieces,
-    write_thinking_folder,
+    thinking_encoder,
 )
 from tests.support.tiny_run import metrics, prepare, trainings
 from tests.tiny import tiny_checkpoint
@@ -42,54 +41,55 @@ PRESERVE = {"preserve_thinking": True}
 HM = ["H", "m", ".\n", "</think>", "\n\n", "No", ".", "<|im_end|>"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A checkpoint folder with the released template of Qwen3.6."""
-    return write_thinking_folder(tmp_path_factory.mktemp("template") / LATER, LATER)
+def encoder(**arguments: object) -> ChatEncoder:
+    """With the released template of Qwen3.6."""
+    return thinking_encoder(LATER, template_arguments=arguments)
 
 
-def encoder(folder: Path, **arguments: object) -> ChatEncoder:
-    return ChatEncoder(folder, spec_of("qwen3_vl"), DataConfig(template_arguments=arguments))
-
-
-def test_earlier_thinking_is_trained_on_if_the_template_keeps_it(folder) -> None:
+def test_earlier_thinking_is_trained_on_if_the_template_keeps_it() -> None:
     messages = [QUESTION, THOUGHT, NEXT, PLAIN]
     last = [(["Yes", ".", "<|im_end|>"], 1), (["\n"], 0)]
     dropped = [(HI + OPEN, 0), (["No", ".", "<|im_end|>"], 1), (["\n"] + AND + OPEN + BLOCK, 0), *last]
     kept = [(HI + OPEN + ["<think>", "\n"], 0), (HM, 1), (["\n"] + AND + OPEN + BLOCK, 0), *last]
-    assert pieces(encoder(folder), messages) == dropped
-    assert pieces(encoder(folder, **PRESERVE), messages) == kept
+    assert pieces(encoder(), messages) == dropped
+    assert pieces(encoder(**PRESERVE), messages) == kept
 
-    ours = encoder(folder)
-    rendered = ours.tokenizer.apply_chat_template(messages, tokenize=False, **PRESERVE)
+    ours = encoder()
+    rendered = ours.tokenizer.apply_chat_template(
+        messages, chat_template=ours.chat_template, tokenize=False, **PRESERVE
+    )
     assert rendered.count("<think>") == 2
     for given in (PRESERVE, {**PRESERVE, "enable_thinking": False}):
-        assert encoder(folder, **given).render_conversation(messages) == rendered
+        assert encoder(**given).render_conversation(messages) == rendered
 
     # A record's own arguments come first, and the others of the run stay.
     ids, mask = ours.encode(messages, [], template_arguments=PRESERVE)
     assert ids.tolist() == ours.tokenizer(rendered)["input_ids"]
-    own = encoder(folder, **PRESERVE).encode(messages, [], template_arguments={"preserve_thinking": False})
+    own = encoder(**PRESERVE).encode(messages, [], template_arguments={"preserve_thinking": False})
     assert [each.tolist() for each in own] == [each.tolist() for each in ours.encode(messages, [])]
     assert int(mask.sum()) == int(own[1].sum()) + 5
 
 
-def test_prompts_follow_the_arguments_of_the_run(folder) -> None:
+def test_prompts_follow_the_arguments_of_the_run() -> None:
     for thinks in (True, False):
-        ours = encoder(folder, enable_thinking=thinks)
+        ours = encoder(enable_thinking=thinks)
         asked = ours.tokenizer.apply_chat_template(
-            [QUESTION], add_generation_prompt=True, tokenize=True, enable_thinking=thinks, return_dict=False
+            [QUESTION],
+            chat_template=ours.chat_template,
+            add_generation_prompt=True,
+            enable_thinking=thinks,
+            return_dict=False,
         )
         assert ours.encode_prompt([QUESTION], []).tolist() == asked
         assert ours.encode_prompt([QUESTION], [], enable_thinking=not thinks).tolist() != asked
 
 
 @pytest.mark.parametrize("name", ["keep_thinking", "messages", "tools", "add_generation_prompt"])
-def test_argument_that_is_not_the_templates_is_refused(folder, name) -> None:
+def test_argument_that_is_not_the_templates_is_refused(name) -> None:
     with pytest.raises(ChatError, match=rf"data\.template_arguments: .* never reads {name}; it"):
-        encoder(folder, **{name: True})
+        encoder(**{name: True})
     with pytest.raises(ChatTemplateError, match=r"chat_template_kwargs: .* it reads .*preserve_thinking"):
-        encoder(folder).encode([QUESTION, PLAIN], [], template_arguments={name: True})
+        encoder().encode([QUESTION, PLAIN], [], template_arguments={name: True})
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
-import tempfile
-from functools import cache
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
@@ -27,8 +25,6 @@ from tests.data.test_chat import released_tokenizer_folder
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "hf_configs"
 LARGE, SMALL, LATER = "Qwen3.5-9B", "Qwen3.5-0.8B", "Qwen3.6-27B"
-MARKED = ("think", "tool_call", "tool_response")
-"""Pairs of marks that are tokens."""
 QUESTION = {"role": "user", "content": "Hi"}
 NEXT = {"role": "user", "content": "And?"}
 PLAIN = {"role": "assistant", "content": "Yes."}
@@ -65,34 +61,11 @@ TOOL_CALL = [
 ]
 
 
-@cache
-def marked_folder() -> Path:
-    """The released vocabulary with the tokens for thinking and tools."""
-    folder = Path(tempfile.mkdtemp())
-    shutil.copytree(released_tokenizer_folder(), folder, dirs_exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def write_thinking_folder(folder: Path, model: str) -> Path:
-    """Writes a checkpoint folder with a released template."""
-    shutil.copytree(marked_folder(), folder)
-    (folder / "chat_template.json").unlink()
-    shutil.copy(TEMPLATES / f"{model}.chat_template.jinja", folder / "chat_template.jinja")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A checkpoint folder for each template."""
-    root = tmp_path_factory.mktemp("thinking")
-    return {model: write_thinking_folder(root / model, model) for model in (LARGE, SMALL, LATER)}
-
-
-def encoder(folder: Path, **rule: str) -> ChatEncoder:
-    return ChatEncoder(folder, spec_of("qwen3_vl"), DataConfig(**rule))
+def thinking_encoder(model: str, family: str = "qwen3_vl", **settings: Any) -> ChatEncoder:
+    """With a released template. All share one tokenizer, which takes seconds to load."""
+    template = TEMPLATES / f"{model}.chat_template.jinja"
+    data_config = DataConfig(chat_template=str(template), **settings)
+    return ChatEncoder(released_tokenizer_folder(), spec_of(family), data_config)
 
 
 def pieces(ours: ChatEncoder, messages: list[dict]) -> list[tuple[list[str], bool]]:
@@ -173,9 +146,9 @@ GOLDEN = {
 
 @pytest.mark.parametrize("model", [LARGE, SMALL, LATER])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_tokens_and_loss_written_by_hand(folders, model, name) -> None:
+def test_tokens_and_loss_written_by_hand(model, name) -> None:
     messages, rule, expected = GOLDEN[name]
-    assert pieces(encoder(folders[model], **rule), messages) == [(text, bool(n)) for text, n in expected]
+    assert pieces(thinking_encoder(model, **rule), messages) == [(text, bool(n)) for text, n in expected]
 
 
 # --- Requests -----------------------------------------------------------------------------------------------
@@ -183,15 +156,9 @@ def test_tokens_and_loss_written_by_hand(folders, model, name) -> None:
 # The end of the prompt: 9B and 3.6 think unless told otherwise, 0.8B thinks only if asked to.
 OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 REQUESTED = {
-    (LARGE, None): OPENED,
-    (LARGE, True): OPENED,
-    (LARGE, False): CLOSED,
-    (SMALL, None): CLOSED,
-    (SMALL, True): OPENED,
-    (SMALL, False): CLOSED,
-    (LATER, None): OPENED,
-    (LATER, True): OPENED,
-    (LATER, False): CLOSED,
+    **{(model, think): OPENED for model in (LARGE, LATER) for think in (None, True)},
+    **{(model, False): CLOSED for model in (LARGE, LATER)},
+    **{(SMALL, think): OPENED if think else CLOSED for think in (None, True, False)},
 }
 EARLIER = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
 """The first answer, without what it thought."""
@@ -200,8 +167,8 @@ ASKED = "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 
 @pytest.mark.parametrize(("model", "think"), REQUESTED)
 @pytest.mark.parametrize("earlier", [THOUGHT, APART], ids=["in the text", "apart"])
-def test_thinking_prompt_written_by_hand(folders, model, think, earlier) -> None:
-    ours = encoder(folders[model])
+def test_thinking_prompt_written_by_hand(model, think, earlier) -> None:
+    ours = thinking_encoder(model)
     prompt = ours.tokenizer.decode(ours.encode_prompt([QUESTION, earlier, NEXT], [], enable_thinking=think))
     assert prompt == EARLIER + ASKED + REQUESTED[model, think]
     assert opens_thinking(prompt) == (REQUESTED[model, think] == OPENED)
@@ -269,8 +236,8 @@ def test_stop_tokens_are_required(tmp_path) -> None:
 # --- What is trained on -------------------------------------------------------------------------------------
 
 
-def test_reasoning_may_stand_in_a_field_of_its_own(folders) -> None:
-    ours = encoder(folders[LARGE])
+def test_reasoning_may_stand_in_a_field_of_its_own() -> None:
+    ours = thinking_encoder(LARGE)
     assert pieces(ours, [QUESTION, APART]) == pieces(ours, [QUESTION, THOUGHT])
 
 
@@ -323,13 +290,15 @@ def random_conversation(draw: random.Random, features: bool) -> list[dict]:
 
 @pytest.mark.parametrize("rule", [{}, {"empty_think": "trained", "earlier_answers": "masked"}])
 @pytest.mark.parametrize("model", [LARGE, SMALL, LATER, "Qwen2-VL"])
-def test_answers_found_together_equal_those_found_one_by_one(folders, model, rule) -> None:
-    ours = encoder(folders.get(model) or marked_folder(), **rule)
+def test_answers_found_together_equal_those_found_one_by_one(model, rule) -> None:
+    thinks = model != "Qwen2-VL"
+    plain_encoder = partial(ChatEncoder, released_tokenizer_folder(), spec_of("qwen3_vl"), DataConfig(**rule))
+    ours = thinking_encoder(model, **rule) if thinks else plain_encoder()
     draw = random.Random(f"{model}{rule}")
     compared = encoded = 0
-    for _ in range(150):
-        messages = random_conversation(draw, features=model in folders)
-        tools = [TOOL] if model in folders and draw.random() < 0.5 else []
+    for _ in range(60):
+        messages = random_conversation(draw, features=thinks)
+        tools = [TOOL] if thinks and draw.random() < 0.5 else []
         try:
             expected = mask_one_by_one(ours, messages, tools)
         except ChatError:  # the template has no question in it
@@ -347,11 +316,11 @@ def test_answers_found_together_equal_those_found_one_by_one(folders, model, rul
             assert (ids.tolist(), mask.float().tolist()) == expected, messages
             encoded += 1
         compared += 1
-    assert compared > 100 and encoded > 20
+    assert compared > 40 and encoded > 8
 
 
-def test_answers_are_found_in_a_text_full_of_the_mark(folders) -> None:
+def test_answers_are_found_in_a_text_full_of_the_mark() -> None:
     """The word that stands for an answer must not occur in the text, whatever the text holds."""
-    ours = encoder(folders[LARGE])
+    ours = thinking_encoder(LARGE)
     ids, mask = ours.encode([{"role": "user", "content": "answer" + "x" * 200_000}, PLAIN], [])
     assert ours.tokenizer.decode(ids[mask]) == "Yes.<|im_end|>"

@@ -176,3 +176,21 @@ def test_another_template_is_another_tokenization(tmp_path: Path):
     copy = tmp_path / "moved.jinja"
     copy.write_text(read_chat_template(folder))
     assert name(str(copy)) == name("") != name(TOOLS_TEMPLATE)
+
+
+@pytest.mark.parametrize("part", ["tools", "tool calls", "reasoning_content"])
+def test_encoder_rejects_template_that_leaves_something_out(part):
+    """Qwen2-VL's and Qwen2.5-VL's released template ignores all of them without a word."""
+    encoder = ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
+    turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]
+    tools = []
+    if part == "tools":
+        tools = [TOOL]
+    elif part == "tool calls":
+        turns = read_conversation(WITH_TOOLS["openai"]).messages
+    else:
+        turns[1] = {**turns[1], "reasoning_content": "Clouds."}
+    with pytest.raises(ChatError, match=f"template does not write {part}"):
+        encoder.encode(turns, [], tools)
+    with pytest.raises(ChatError, match=f"template does not write {part}"):
+        encoder.encode_prompt(turns[:3], [], tools)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vl.data.sample import deadline, video_decoding
+from megatron_vl.data.sample import deadline, videos
 from megatron_vl.data.sample.deadline import SampleTimeoutError, limited_time
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
@@ -121,10 +121,10 @@ def test_seeking_gives_the_pixels_of_a_whole_decode(form, codec, pixel, monkeypa
     data = written(form, codec, pixel, 100)
     info = probe_video(data)
     wanted = [3, 40, 41, 70, 99]
-    monkeypatch.setattr(video_decoding, "SEEK_DISTANCE", 1000)
+    monkeypatch.setattr(videos, "SEEK_DISTANCE", 1000)
     whole = video_frames(data, info, wanted)
-    monkeypatch.setattr(video_decoding, "SEEK_DISTANCE", 0)
-    monkeypatch.setattr(video_decoding, "MAX_DECODED_GAP", 0)
+    monkeypatch.setattr(videos, "SEEK_DISTANCE", 0)
+    monkeypatch.setattr(videos, "MAX_DECODED_GAP", 0)
     assert torch.equal(video_frames(data, info, wanted), whole)
 
 
@@ -139,14 +139,14 @@ def test_long_video_is_decoded_only_near_its_samples(monkeypatch):
     # At most a group of 30 for each wanted frame; a whole decode up to the last takes 2,626.
     assert 8 <= len(decoded) <= 8 * 30
 
-    monkeypatch.setattr(video_decoding, "LONG_VIDEO_FRAMES", 2000)
+    monkeypatch.setattr(videos, "LONG_VIDEO_FRAMES", 2000)
     assert probe_video(data) == info
 
 
 def _count_decoded(monkeypatch) -> list[int]:
     """The times of all frames that are decoded from now on after seeking."""
     decoded: list[int] = []
-    real = video_decoding._seek_frames
+    real = videos._seek_frames
 
     def counted(container, table, frames):
         decode = container.decode
@@ -161,7 +161,7 @@ def _count_decoded(monkeypatch) -> list[int]:
 
         return real(Counting(), table, frames)
 
-    monkeypatch.setattr(video_decoding, "_seek_frames", counted)
+    monkeypatch.setattr(videos, "_seek_frames", counted)
     return decoded
 
 
@@ -210,8 +210,8 @@ def test_hour_of_video_worked_out_by_hand(settings, first, last, times):
 
 
 def test_video_decoding_keeps_memory_flat():
-    """120 frames of 720 x 1280 take 332 MB. The patches to which they shrink take 14 MB."""
-    data = video_of([np.zeros((720, 1280, 3), np.uint8)] * 120)
+    """72 frames of 720 x 1280 take 199 MB. The patches to which they shrink take 9 MB."""
+    data = video_of([np.zeros((720, 1280, 3), np.uint8)] * 72)
     process_context = multiprocessing.get_context("fork")
     receiver, sender = process_context.Pipe(duplex=False)
     process = process_context.Process(target=_send_peak_memory, args=(sender, data))
@@ -219,27 +219,27 @@ def test_video_decoding_keeps_memory_flat():
     assert receiver.poll(60), "the frames were not decoded in time"
     growth = receiver.recv()
     process.join()
-    assert growth < 100e6
+    assert growth < 60e6
 
 
 def _send_peak_memory(sender, video_bytes: bytes) -> None:
-    """Sends by how many bytes more the peak of memory is for 120 frames than for 40."""
+    """Sends by how many bytes more the peak of memory is for 72 frames than for 24."""
     torch.set_num_threads(1)
     settings = PixelSettings(
-        video_fps=10.0, video_max_frames=120, video_min_pixels=784, video_max_pixels=40_000
+        video_fps=10.0, video_max_frames=72, video_min_pixels=784, video_max_pixels=40_000
     )
-    info = VideoInfo(120, 10.0, 720, 1280)
-    few = dataclasses.replace(settings, video_max_frames=40)
+    info = VideoInfo(72, 10.0, 720, 1280)
+    few = dataclasses.replace(settings, video_max_frames=24)
     video_planes(video_bytes, info, video_grid(info, few), few)  # a third of the frames
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     planes = video_planes(video_bytes, info, video_grid(info, settings), settings)
-    assert len(planes) == 120
+    assert len(planes) == 72
     sender.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 def test_gif_is_decoded_from_its_start(monkeypatch):
     data = written("gif", "gif", "rgb8", 100)
-    monkeypatch.setattr(video_decoding, "_seek_frames", lambda *a: pytest.fail("a GIF has no key frames"))
+    monkeypatch.setattr(videos, "_seek_frames", lambda *a: pytest.fail("a GIF has no key frames"))
     assert numbers(video_frames(data, probe_video(data), [99])) == [99]
 
 

@@ -227,7 +227,7 @@ def test_few_missing_frames_are_tolerated(count, tolerated):
     """Three frames, or 2 % of a longer video: where one more is missing in a Matroska file, it is refused."""
     data = noisy("matroska", count)
     taken = set()
-    for length in range(len(data) * (count - 3 * tolerated) // count, len(data), len(data) // count // 3):
+    for length in range(len(data) * (count - 3 * tolerated) // count, len(data), len(data) // count // 2):
         try:
             taken.add(probe_video(data[:length]).frame_count)
         except PixelError as error:

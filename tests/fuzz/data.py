@@ -9,7 +9,6 @@ every sample of the shards is in a row or named among the dropped ones.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import multiprocessing
 import random
@@ -32,6 +31,7 @@ from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import mixed_records, open_loader
 from tests.data.media import encoded, video
+from tests.data.pair_tars import read_tar, write_tar
 from tests.fuzz.mutations import BYTE_CHANGES, cut, edited, flipped, noise, numbers
 from tests.tiny import tiny_checkpoint
 
@@ -115,7 +115,7 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Counter[
     used = {
         json.loads(v["json"])["source"]["record"]
         for s in sorted((folder / "out").glob("*.tar"))
-        for _, v in _samples(s)
+        for v in read_tar(s).values()
     }
 
     assert sorted([*used, *(line["record"] for line in listed)]) == lines
@@ -124,15 +124,6 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Counter[
 
 
 # --- Loader -------------------------------------------------------------------------------------------------
-
-
-def _samples(shard: Path) -> list[tuple[str, dict[str, bytes]]]:
-    out: dict[str, dict[str, bytes]] = {}
-    with tarfile.open(shard) as tar:
-        for member in tar:
-            key, _, part = member.name.partition(".")
-            out.setdefault(key, {})[part] = tar.extractfile(member).read()  # type: ignore[union-attr]
-    return list(out.items())
 
 
 def _mutated(members: dict[str, bytes], draw: random.Random) -> dict[str, bytes]:
@@ -165,12 +156,8 @@ def _rewrite(shard: Path, samples: list[tuple[str, dict[str, bytes]]]) -> None:
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
-    with tarfile.open(shard, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for key, members in samples:
-            for part, data in members.items():
-                info = tarfile.TarInfo(f"{key}.{part}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+    members = ((f"{key}.{part}", data) for key, parts in samples for part, data in parts.items())
+    write_tar(shard, members, tarfile.USTAR_FORMAT)
     list(WebdatasetPreparator._preprocess_tar(shard.name, {shard.name: 0}, EPath(shard.parent), max_parts=0))
 
 
@@ -188,7 +175,7 @@ def fuzz_loader(count: int, seed: int, out: Path, workers: int = 0) -> Counter[s
         tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl"))
     )  # slow imports, before the forks
     shards = sorted(out.glob("*.tar"))
-    pristine = {shard: (_samples(shard), shard.read_bytes()) for shard in shards}
+    pristine = {shard: ([*read_tar(shard).items()], shard.read_bytes()) for shard in shards}
     num_samples = sum(len(samples) for samples, _ in pristine.values())
     outcomes: Counter[str] = Counter()
     total = 0

@@ -178,8 +178,9 @@ def _item_plane_index(media_item: MediaItem, temporal_patch_size: int, first_pla
         )
     frame_numbers = np.arange(grid.t * temporal_patch_size, dtype=np.int32).clip(max=num_frames - 1)
     first_planes = first_plane + frame_numbers.reshape(grid.t, 1, temporal_patch_size) * patches_per_frame
-    plane_numbers = first_planes + np.arange(patches_per_frame, dtype=np.int32)[:, None]
-    return plane_numbers.reshape(-1, temporal_patch_size)
+    return (first_planes + np.arange(patches_per_frame, dtype=np.int32)[:, None]).reshape(
+        -1, temporal_patch_size
+    )
 
 
 def dummy_vision_batch(spec: ModelSpec) -> VisionBatch:

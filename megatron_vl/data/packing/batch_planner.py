@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from megatron_vl.data.packing.plan_rows import (
     CHOICES_PER_ROW,
     LOOKAHEAD_FACTOR,
-    assign_rows_to_ranks,
     plan_rows,
+    rank_of_rows,
 )
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder
@@ -62,12 +62,10 @@ class PlannedSample(NamedTuple):
 
     source: int
     index: int  # type: ignore[assignment]  # tuple has a method of this name
-    """Number of the sample in its data set."""
     tokens: int
     """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""
     patches: int
     part: int = 0
-    """Number of the part, if the sample is cut."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,10 @@ class PlannedBatch:
 
     def assign_to_ranks(self, num_ranks: int) -> PlannedBatch:
         """The same rows, sorted by rank: each rank takes the next ``num_rows // num_ranks`` rows."""
-        row_of_sample = assign_rows_to_ranks(
-            self.row_of_sample, self.sample_table[3], self.num_rows, num_ranks
-        )
-        return PlannedBatch(self.sample_table, row_of_sample, self.num_rows)
+        patches_per_row = np.bincount(self.row_of_sample, self.sample_table[3], self.num_rows)
+        new_row = np.empty(self.num_rows, np.int64)
+        new_row[rank_of_rows(patches_per_row.astype(np.int64), num_ranks).ravel()] = np.arange(self.num_rows)
+        return PlannedBatch(self.sample_table, new_row[self.row_of_sample], self.num_rows)
 
     def rows_of_rank(self, rank: int = 0, num_ranks: int = 1) -> list[list[PlannedSample]]:
         """The rows of a rank, after :meth:`assign_to_ranks`."""
@@ -181,8 +179,7 @@ class BatchPlanner:
         largest_sizes = np.array([[self.seq_len], [self.max_patches or NO_LIMIT]])
         consecutive_unusable = 0
         sample_counts = self.sample_order.sample_counts
-        min_searched = MIN_SEARCHED if len(sample_counts) > 1 else 0
-        max_searched = min(max(min_searched, 2 * sum(sample_counts)), MAX_SEARCHED)
+        max_searched = min(max(MIN_SEARCHED * (len(sample_counts) > 1), 2 * sum(sample_counts)), MAX_SEARCHED)
         while draw_count := min(self._next_draw_count(), self._draws_left()):
             samples = self._cut_samples(self._with_sizes(*self.sample_order.draw_samples(draw_count)))
             is_usable = (samples[3] > 0) & (samples[3:] <= largest_sizes).all(axis=0)
@@ -239,8 +236,7 @@ class BatchPlanner:
         The rows are the data set, the entry (:data:`PART_SHIFT`), the sample's index in the data set, tokens
         and patches.
         """
-        draw_numbers = entries & DRAW_MASK
-        sample_indices = self.sample_order.sample_indices(source_indices, draw_numbers)
+        sample_indices = self.sample_order.sample_indices(source_indices, entries & DRAW_MASK)
         sizes = np.zeros((2, len(source_indices)), np.int64)
         for source_index in np.flatnonzero(np.bincount(source_indices)).tolist():
             positions = np.flatnonzero(source_indices == source_index)

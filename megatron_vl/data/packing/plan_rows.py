@@ -32,7 +32,6 @@ SCALES = 8
 """The range of sizes among which rows search repeats after this many rounds
 (:meth:`_RowPlan._best_of_block`)."""
 MAX_FILL_ROUNDS = 32
-"""Largest number of rounds that fill rows."""
 REPLACEABLE = 3
 """Number of a row's samples that a round may replace."""
 PATCHES_PER_TOKEN = 16
@@ -43,7 +42,6 @@ less than that count as equally large."""
 BLOCK = 512
 """Number of rows that choose together, so that their choices fit into the processor's cache."""
 MAX_EXCHANGE_ROUNDS = 16
-"""Number of rounds in which ranks exchange rows."""
 SWAP_POOL = 4
 """Rows of each of two ranks that are re-split between them (35 ways to halve eight rows)."""
 UNREACHABLE_PATCHES = 1 << 30
@@ -86,7 +84,6 @@ class _RowPlan:
         self.sizes = np.stack([token_counts, patch_counts]).astype(np.int32)
         self.seq_len, self.patch_budget = seq_len, max_patches or UNREACHABLE_PATCHES
         self.patches_per_token = int(patch_counts.sum()) / max(int(token_counts.sum()), 1)
-        """Patches per token of all waiting samples."""
         self.row_of_sample = np.full(len(token_counts), -1, np.int64)
         self.used_by_row = np.zeros((2, num_rows), np.int64)
         """Tokens and patches of each row."""
@@ -147,8 +144,7 @@ class _RowPlan:
         bundle_of_sample[~is_small] = np.arange(old_count - np.count_nonzero(is_small))
         # A bundle of small samples ends where their tokens pass the next multiple of the least size.
         start_tokens = np.cumsum(token_counts[is_small], dtype=np.int64) - token_counts[is_small]
-        multiple = start_tokens // least_tokens
-        small_bundles = np.cumsum(np.diff(multiple, prepend=0) > 0)
+        small_bundles = np.cumsum(np.diff(start_tokens // least_tokens, prepend=0) > 0)
         bundle_of_sample[is_small] = old_count - len(start_tokens) + small_bundles
 
         bundle_sizes = np.array([np.bincount(bundle_of_sample, sizes[:old_count]) for sizes in self.sizes])
@@ -178,16 +174,11 @@ class _RowPlan:
                 return
 
             free_sizes = np.compress(is_free, pool_sizes, axis=1)
-            exchange_gain, free_index, replaced_column = self._best_exchanges(
-                unfinished_rows, free_sizes, replaceable, round_index
-            )
-            chosen_sample = pool[is_free][free_index]
-
-            is_better = exchange_gain > least_gain
+            exchanges = self._best_exchanges(unfinished_rows, free_sizes, replaceable, round_index)
+            is_better = exchanges[0] > least_gain
             unfinished_rows = unfinished_rows[is_better]
-            exchange_gain = exchange_gain[is_better]
-            chosen_sample = chosen_sample[is_better]
-            replaced_column = replaced_column[is_better]
+            exchange_gain, free_index, replaced_column = exchanges[:, is_better]
+            chosen_sample = pool[is_free][free_index]
 
             # The row with the largest gain is written last, so it wins the sample.
             rising_gain_order = stable_argsort(exchange_gain)
@@ -218,8 +209,8 @@ class _RowPlan:
 
         replaceable = np.full((num_rows, 1 + REPLACEABLE), -1, np.int64)
         is_kept = number_in_row < REPLACEABLE
-        columns = 1 + number_in_row[is_kept]
-        replaceable[row_of_young[row_order][is_kept], columns] = young[row_order][is_kept]
+        rows = row_of_young[row_order][is_kept]
+        replaceable[rows, 1 + number_in_row[is_kept]] = young[row_order][is_kept]
         return replaceable
 
     def _exchange_samples(
@@ -244,24 +235,19 @@ class _RowPlan:
 
     def _best_exchanges(
         self, row_indices: Integers, free_sizes: NDArray[np.int32], replaceable: Integers, round_index: int
-    ) -> tuple[Integers, Integers, Integers]:
+    ) -> Integers:
         """The best exchange for each row.
 
         Args:
             free_sizes: int32 [2, n], tokens and patches of the samples to take, ascending by tokens.
 
         Returns:
-            int64 [rows] each: how much the cost of the row falls, the index in ``free_sizes`` of the sample
-            to add, and the column of ``replaceable`` of the sample to remove.
+            int64 [3, rows]: how much the cost of the row falls, the index in ``free_sizes`` of the sample to
+            add, and the column of ``replaceable`` of the sample to remove.
         """
-        block_results = []
-        for first_row in range(0, len(row_indices), BLOCK):
-            block_rows = row_indices[first_row : first_row + BLOCK]
-            block_results.append(
-                self._best_of_block(block_rows, free_sizes, replaceable[block_rows], round_index)
-            )
-        exchange_gain, free_index, replaced_column = np.concatenate(block_results, axis=1)
-        return exchange_gain, free_index, replaced_column
+        blocks = (row_indices[first : first + BLOCK] for first in range(0, len(row_indices), BLOCK))
+        results = [self._best_of_block(rows, free_sizes, replaceable[rows], round_index) for rows in blocks]
+        return np.concatenate(results, axis=1)
 
     def _best_of_block(
         self, row_indices: Integers, free_sizes: NDArray[np.int32], replaceable: Integers, round_index: int
@@ -315,26 +301,6 @@ def stable_argsort(sort_values: Integers) -> Integers:
     return np.sort(sort_values * np.int64(count) + np.arange(len(sort_values))) % count
 
 
-def assign_rows_to_ranks(
-    row_of_sample: Integers, patch_counts: Integers, num_rows: int, rank_count: int
-) -> Integers:
-    """Deals the same number of rows to each rank, with about equal sums of patches.
-
-    Args:
-        row_of_sample: int64 [n], the row of each sample.
-        patch_counts: int64 [n], number of patches of each sample.
-        num_rows: a multiple of ``rank_count``.
-
-    Returns:
-        The new row of each sample, int64 [n]. The rows of rank ``r`` start at ``r * rows // ranks``.
-    """
-    patches_per_row = np.bincount(row_of_sample, patch_counts, num_rows).astype(np.int64)
-    rows_by_rank = rank_of_rows(patches_per_row, rank_count)
-    new_row = np.empty(num_rows, np.int64)
-    new_row[rows_by_rank.ravel()] = np.arange(num_rows)
-    return new_row[row_of_sample]
-
-
 def rank_of_rows(patch_counts: Integers, rank_count: int) -> Integers:
     """The rows of each rank, int64 [ranks, rows // ranks], chosen so that the ranks have about equal sums.
 
@@ -383,8 +349,7 @@ def _exchange_rows(rows_by_rank: Integers, patch_counts: Integers, round_index: 
     np.put_along_axis(stays_fuller, row_orders[:, :dealt_count], 1, axis=1)
     patches_of_fuller = pair_patches @ stays_fuller.T
     gap_after = np.abs(gap[:, None] - 2 * (patches_of_fuller[:, :1] - patches_of_fuller))
-    best_order = row_orders[gap_after.argmin(axis=1)]
-    new_rows = np.take_along_axis(pair_rows, best_order, axis=1)
+    new_rows = np.take_along_axis(pair_rows, row_orders[gap_after.argmin(axis=1)], axis=1)
     rows_by_rank[rank_pairs[:, :, None], columns] = new_rows.reshape(half_count, 2, dealt_count)
 
 

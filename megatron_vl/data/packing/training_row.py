@@ -79,7 +79,6 @@ class TrainingRow:
     dropped_samples: list[DroppedSample] = dataclasses.field(default_factory=list)
     """The samples that ``dropped_counts`` counts, at most ``MAX_LISTED_PER_ROW`` of them."""
     sample_keys: list[str] = dataclasses.field(default_factory=list)
-    """Keys in the data set of the row's samples, in order."""
     source_indices: list[int] = dataclasses.field(default_factory=list)
     """The number in the blend of each sample's source. Empty if the data set is no blend."""
 

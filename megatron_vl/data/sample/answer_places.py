@@ -61,8 +61,8 @@ def find_answers(
         marked_messages = list(messages)
         for i in marked:
             is_text = isinstance(messages[i].get("content"), str | None)
-            content = mark if is_text else [{"type": "text", "text": mark}]
-            marked_messages[i] = {"role": "assistant", "content": content}
+            text = mark if is_text else [{"type": "text", "text": mark}]
+            marked_messages[i] = {"role": "assistant", "content": text}
         texts = render(marked_messages).split(mark)
         if len(texts) != len(marked) + 1:
             raise ChatError(TURNS_NOT_FOUND_TEXT)
@@ -110,8 +110,7 @@ def _place_answers(rendered_text: str, texts_between: list[str], pieces: list[st
 
 def _unused_mark(rendered_text: str) -> str:
     """A word that is not in the text, and does not arise where it is joined to other text."""
-    longest_suffix = max(map(len, re.findall("answer(x*)", rendered_text)), default=-1)
-    return "answer" + "x" * (longest_suffix + 1)
+    return "answer" + "x" * (1 + max(map(len, re.findall("answer(x*)", rendered_text)), default=-1))
 
 
 def find_exchanges(

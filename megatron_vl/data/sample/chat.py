@@ -24,7 +24,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -63,22 +63,40 @@ from megatron_vl.spec.positions import GridTHW, placeholder_runs
 from megatron_vl.system.errors import is_machine_fault
 
 PROBE_FUNCTION = "look_up_the_weather"
-PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": PROBE_FUNCTION,
-        "description": "",
-        "parameters": {"type": "object", "properties": {}},
-    },
-}
-PROBE_CALL = {"type": "function", "function": {"name": PROBE_FUNCTION, "arguments": {"city": "Oslo"}}}
 PROBE_TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "?"},
-    {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": {"name": PROBE_FUNCTION, "arguments": {"city": "Oslo"}}}
+        ],
+    },
     {"role": "tool", "content": "rain"},
     {"role": "assistant", "content": "It rains."},
 ]
 """A conversation that shows whether a template writes tool calls."""
+PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+    "a system turn after the start": (
+        [PROBE_TURNS[0], {"role": "system", "content": PROBE_FUNCTION}, PROBE_TURNS[-1]],
+        [],
+    ),
+    "tools": (
+        PROBE_TURNS[:1],
+        [
+            {
+                "type": "function",
+                "function": {
+                    "name": PROBE_FUNCTION,
+                    "description": "",
+                    "parameters": {"type": "object", "properties": {}},
+                },
+            }
+        ],
+    ),
+    "tool calls": (PROBE_TURNS, []),
+}
+"""For each feature of a template, messages and tools that show whether it has it."""
 
 type Span = tuple[int, int]
 """Start and end in characters."""
@@ -132,6 +150,8 @@ class ChatEncoder:
         self._replaced_pattern = _any_of(self._frame_group_text, self.image_token, self.video_token)
         self._timestamp_tokens: dict[str, int] = {}
         """Number of tokens of each timestamp so far: videos share most of them."""
+        self._written_features: dict[str, bool] = {}
+        """Which of :data:`PROBES` the template writes, as far as it was asked."""
 
         pad_token = self.tokenizer.pad_token_id
         self.pad_token_id: int | None = (
@@ -208,8 +228,7 @@ class ChatEncoder:
             ChatError: the placeholders in the text do not match the media, or the template does not write
                 tools, calls or reasoning that the conversation has.
         """
-        answers = [message for message in messages if message.get("role") == "assistant"]
-        turn_weights = [answer.get("loss_weight", 1.0) for answer in answers]
+        turn_weights = [m.get("loss_weight", 1.0) for m in messages if m.get("role") == "assistant"]
         messages = self._checked_messages(messages, tools)
         check_template_arguments(self.chat_template, template_arguments or {}, "chat_template_kwargs")
         render = partial(self.render_conversation, tools=tools, template_arguments=template_arguments)
@@ -239,8 +258,8 @@ class ChatEncoder:
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
         repeats = self.repeat_counts(token_ids, media_grids)
         if exchange_starts is not None:
-            tables = (token_ids, encoded_text.offsets, cut_spans, media_grids, repeats)
-            exchange_starts += self._exchange_starts(*tables)
+            offsets = encoded_text.offsets
+            exchange_starts += self._exchange_starts(token_ids, offsets, cut_spans, media_grids, repeats)
         return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
 
     def encode_prompt(
@@ -283,8 +302,8 @@ class ChatEncoder:
             for time in grid.timestamps:
                 text = f"<{time:.1f} seconds>"
                 if text not in self._timestamp_tokens:
-                    encoded_text = self._fast_tokenizer.encode(text, add_special_tokens=False)
-                    self._timestamp_tokens[text] = len(encoded_text.ids)
+                    ids = self._fast_tokenizer.encode(text, add_special_tokens=False).ids
+                    self._timestamp_tokens[text] = len(ids)
                 num_tokens += self._timestamp_tokens[text] + 2
         return num_tokens
 
@@ -300,16 +319,15 @@ class ChatEncoder:
 
     def document_token_count(self, grid: GridTHW) -> int:
         """Number of tokens of :meth:`medium_text` with expanded placeholders."""
-        has_pairs = grid.kind == "video" and self.spec.vision.video_timestamps
-        return self.media_token_count(grid) + (0 if has_pairs else 2)
+        is_timed_video = grid.kind == "video" and self.spec.vision.video_timestamps
+        return self.media_token_count(grid) + 2 * (not is_timed_video)
 
     # --- Checks ---------------------------------------------------------------------------------------------
 
     def _check_given_template(self) -> None:
         """Raises ChatError if the answers of a plain conversation cannot be found with the run's template."""
-        plain_turns = [PROBE_TURNS[0], PROBE_TURNS[-1]]
         try:
-            _, loss_mask = self.encode(2 * plain_turns, [])
+            _, loss_mask = self.encode(2 * [PROBE_TURNS[0], PROBE_TURNS[-1]], [])
         except ChatError as error:
             raise ChatError(f"data.chat_template {self.given_template}: {error}") from error
         if not loss_mask.any():
@@ -332,45 +350,37 @@ class ChatEncoder:
         has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         has_reasoning = any(message.get("reasoning_content") for message in messages)
         has_late_system = any(message.get("role") == "system" for message in messages[1:])
-        missing_feature = advice = ""
-        if has_late_system and not self._writes_late_system:
+        advice = ""
+        if has_late_system and not self._writes("a system turn after the start"):
             missing_feature, advice = "a system turn after the start", "; join them into one at the start"
-        elif tools and not self._writes_tools:
+        elif tools and not self._writes("tools"):
             missing_feature = "tools"
-        elif has_calls and not self._writes_calls:
+        elif has_calls and not self._writes("tool calls"):
             missing_feature = "tool calls"
         elif has_reasoning and "reasoning_content" not in self.chat_template:
             missing_feature = "reasoning_content"
-        if missing_feature:
-            given = self.given_template
-            owner = f"chat template {given}" if given else "checkpoint's chat template"
-            if missing_feature.startswith("tool") and self.spec.family in TOOLS_FAMILIES:
-                advice = f"; give --data.chat_template {TOOLS_TEMPLATE}, which does"
-            raise ChatTemplateError(f"the {owner} does not write {missing_feature}{advice}")
+        else:
+            return
+        given = self.given_template
+        owner = f"chat template {given}" if given else "checkpoint's chat template"
+        if missing_feature.startswith("tool") and self.spec.family in TOOLS_FAMILIES:
+            advice = f"; give --data.chat_template {TOOLS_TEMPLATE}, which does"
+        raise ChatTemplateError(f"the {owner} does not write {missing_feature}{advice}")
 
-    @cached_property
-    def _writes_tools(self) -> bool:
-        return self._shows_probe(PROBE_TURNS[:1], [PROBE_TOOL])
-
-    @cached_property
-    def _writes_late_system(self) -> bool:
-        late_system = {"role": "system", "content": PROBE_FUNCTION}
-        return self._shows_probe([PROBE_TURNS[0], late_system, PROBE_TURNS[-1]], ())
-
-    @cached_property
-    def _writes_calls(self) -> bool:
-        return self._shows_probe(PROBE_TURNS, ())
-
-    def _shows_probe(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> bool:
-        """Whether the template writes the name of the probe's function."""
-        try:
-            return PROBE_FUNCTION in self.render_conversation(messages, tools=tools)
-        except ChatError:
-            return False
+    def _writes(self, feature: str) -> bool:
+        """Whether the template writes the name of the probe's function, which stands in this feature."""
+        if feature not in self._written_features:
+            messages, tools = PROBES[feature]
+            try:
+                text = self.render_conversation(messages, tools=tools)
+                self._written_features[feature] = PROBE_FUNCTION in text
+            except ChatError:
+                self._written_features[feature] = False
+        return self._written_features[feature]
 
     def _check_placeholders(self, text: str, media_grids: Sequence[GridTHW]) -> None:
-        placeholders = self._placeholder_pattern.findall(text)
-        written_kinds = ["image" if token == self.image_token else "video" for token in placeholders]
+        tokens = self._placeholder_pattern.findall(text)
+        written_kinds = ["image" if token == self.image_token else "video" for token in tokens]
         given_kinds: list[str] = [grid.kind for grid in media_grids]
         if written_kinds != given_kinds:
             raise ChatError(

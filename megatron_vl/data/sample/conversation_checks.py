@@ -60,8 +60,7 @@ def control_token_text(control_token: str) -> str:
 def find_special_token(text: str) -> tuple[str, str] | None:
     """Why a text of a record is refused: reason and detail; None if it has no token with a meaning."""
     if _MEDIA_PLACEHOLDER.search(text):
-        detail = "the text holds a token that stands for image or video features"
-        return "placeholder token in text", detail
+        return "placeholder token in text", "the text holds a token that stands for image or video features"
     if control_token := CONTROL_TOKEN.search(text):
         return "control token in text", control_token_text(control_token[0])
     return None
@@ -166,7 +165,7 @@ def find_lost_text(
         else:
             start, position = next(remaining_spans)
             turn_text = rendered_text[start:position]
-            texts = _answer_texts(message)
+            texts = [*filter(None, [message.get("reasoning_content")]), *_content_texts(message)]
             is_read = template_reads_thinking and "reasoning_content" not in message
             if is_read and texts and (misread_text := _misread_thinking(texts[0])):
                 return misread_text
@@ -184,11 +183,6 @@ def find_lost_text(
 def _content_texts(message: dict[str, Any]) -> list[str]:
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-
-
-def _answer_texts(message: dict[str, Any]) -> list[str]:
-    reasoning_texts = [message["reasoning_content"]] if message.get("reasoning_content") else []
-    return reasoning_texts + _content_texts(message)
 
 
 def _misread_thinking(answer_text: str) -> str:

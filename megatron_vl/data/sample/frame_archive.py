@@ -13,7 +13,7 @@ import re
 import zipfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_vl.system.errors import UserError
 
@@ -21,7 +21,6 @@ ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 FRAME_ARCHIVE_FORMAT = "megatron-vl frames"
 MAX_NAME_LENGTH = 60
 MIN_FRAME_RATE, MAX_FRAME_RATE = 1e-3, 1e3
-"""Limits of the frame rate in images per second."""
 
 Sampling = Literal["as a file", "whole"]
 """How frames are sampled: by the rule for video files, or all of them, because the listed images were
@@ -37,7 +36,6 @@ class FrameArchiveInfo:
     """What the comment of an archive says."""
 
     fps: float
-    """Images per second."""
     sampling: Sampling
     assumed_fps: bool = False
     """Whether the frame rate is a guess, because the record gave none."""
@@ -62,8 +60,7 @@ def pack_frames(named_images: Iterable[tuple[str, bytes]], archive_info: FrameAr
             shown_name = "".join(c if c.isprintable() else "_" for c in shown_name)
             entry_name = f"{image_number:09d} {shown_name}".strip()
             # The earliest time of the format. With the time of writing, the bytes would differ.
-            zip_entry = zipfile.ZipInfo(entry_name, (1980, 1, 1, 0, 0, 0))
-            archive.writestr(zip_entry, image_bytes)
+            archive.writestr(zipfile.ZipInfo(entry_name, (1980, 1, 1, 0, 0, 0)), image_bytes)
         archive.comment = json.dumps({"format": FRAME_ARCHIVE_FORMAT, **asdict(archive_info)}).encode()
     return archive_buffer.getvalue()
 
@@ -90,7 +87,6 @@ class FrameArchive:
                 raise PixelError("not an archive of frames (its entries are others)")
 
     def __len__(self) -> int:
-        """Number of images."""
         return len(self._zip_entries)
 
     def image_name(self, image_number: int) -> str:
@@ -118,8 +114,7 @@ def _read_archive_comment(archive_comment: bytes) -> FrameArchiveInfo:
     return archive_info
 
 
-def is_frame_rate(candidate_rate: object) -> bool:
+def is_frame_rate(candidate_rate: Any) -> bool:
     """Whether a value can be a number of images per second."""
-    if isinstance(candidate_rate, bool) or not isinstance(candidate_rate, (int, float)):
-        return False
-    return MIN_FRAME_RATE <= candidate_rate <= MAX_FRAME_RATE
+    is_number = isinstance(candidate_rate, int | float) and not isinstance(candidate_rate, bool)
+    return is_number and MIN_FRAME_RATE <= candidate_rate <= MAX_FRAME_RATE

@@ -191,7 +191,6 @@ def video_grid(video_info: VideoInfo, settings: PixelSettings) -> GridTHW:
     frames = frame_indices(video_info, settings)
     group_size = settings.temporal_patch_size
     group_count = -(-len(frames) // group_size)
-    missing_frames = group_count * group_size - len(frames)
 
     # qwen-vl-utils repeats the last image of a list before it resizes. HF repeats that of a file afterwards.
     if video_info.takes_all_frames(settings):
@@ -199,7 +198,7 @@ def video_grid(video_info: VideoInfo, settings: PixelSettings) -> GridTHW:
         timed_frames = [*range(counted_frames)]
     else:
         counted_frames = max(len(frames), group_size)
-        timed_frames = frames + frames[-1:] * missing_frames
+        timed_frames = frames + frames[-1:] * (group_count * group_size - len(frames))
     height, width = _resized_video_size(counted_frames, video_info, settings)
 
     # HF passes this number on as a float32 tensor: round it in the same way.
@@ -239,8 +238,8 @@ def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:
         return np.linspace(0, total - 1, sampled_count).round().astype(int).tolist()
 
     max_frames = max(max_frames // group_size * group_size, group_size)
-    frame_count = min(max(frames_at_fps, settings.video_min_frames), max_frames)
-    sampled_count = max(math.floor(frame_count / group_size) * group_size, group_size)
+    wanted_count = min(max(frames_at_fps, settings.video_min_frames), max_frames)
+    sampled_count = max(math.floor(wanted_count / group_size) * group_size, group_size)
     return torch.arange(0, total, total / sampled_count).int().tolist()
 
 

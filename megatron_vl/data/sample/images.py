@@ -14,7 +14,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
+import simplejpeg
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from megatron_vl.data.sample.deadline import SampleTimeoutError
@@ -76,7 +78,6 @@ def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Te
         PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, the image is damaged, or its values
             have 32 bits, whose range no file says.
     """
-    import simplejpeg
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     if (size := _plain_jpeg_size(image_bytes)) and size[0] * size[1] <= max_pixels:
@@ -95,8 +96,6 @@ def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Te
 
 def _upright_rgb(opened_image: Any) -> Any:
     """The upright RGB image of one that Pillow has just opened. It raises PixelError."""
-    from PIL import Image, ImageOps
-
     raw_mode = opened_image.tile[0].args if opened_image.format == "PNG" else ""
     # Pillow scales the twelve bits of other formats to 16, and a PPM's values, which it calls 32-bit.
     shift = 4 if getattr(opened_image, "tag_v2", {}).get(258) == (12,) else 8
@@ -134,8 +133,6 @@ def _upright_rgb(opened_image: Any) -> Any:
 
 def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
     """Opens an image in Pillow without decoding it. It raises the errors of :func:`decode_image`."""
-    from PIL import Image
-
     # Pillow warns at a limit of its own and raises at twice that. Only ``max_pixels`` should decide.
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     Image.init()
@@ -180,8 +177,6 @@ def _plain_jpeg_size(image_bytes: bytes) -> tuple[int, int] | None:
 
     Pillow's header takes a tenth of the time of a small picture.
     """
-    import simplejpeg
-
     position = 2
     if not image_bytes.startswith(JPEG_MAGIC):
         return None
@@ -201,8 +196,6 @@ def _strict_rgb(image_bytes: bytes, colorspace: str, is_progressive: bool) -> np
 
     A sequential JPEG may lack its end marker, as some cameras write it: all pixels stand before it.
     """
-    import simplejpeg
-
     try:
         return simplejpeg.decode_jpeg(image_bytes, colorspace)
     except ValueError:
@@ -217,8 +210,6 @@ def _decode_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
     simplejpeg gives the same pixels and is 1.4 times as fast as Pillow. Unlike Pillow it reports libjpeg's
     warnings, which say that data are missing and that what is shown in their place is made up.
     """
-    import simplejpeg
-    from PIL import Image, ImageOps
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     colorspace = "CMYK" if opened_image.mode == "CMYK" else "RGB"
@@ -240,16 +231,6 @@ def _decode_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
     rgb_image = Image.fromarray(rgb_array)
     rgb_image.getexif()[0x0112] = orientation
     return pil_to_tensor(ImageOps.exif_transpose(rgb_image))
-
-
-def image_planes(
-    image_bytes: bytes,
-    image_grid_thw: GridTHW,
-    pixel_settings: PixelSettings,
-    max_pixels: int = DEFAULT_MAX_PIXELS,
-) -> Tensor:
-    """The planes, uint8 [1, h * w, patch * patch * 3], of an image file that is resized to its grid."""
-    return pixel_planes(decode_image(image_bytes, max_pixels)[None], image_grid_thw, pixel_settings)
 
 
 def pixel_planes(frame_pixels: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:

@@ -18,8 +18,8 @@ from megatron_vl.data.sample.images import (
     DEFAULT_MAX_PIXELS,
     ImageTooLargeError,
     decode_image,
-    image_planes,
     open_image,
+    pixel_planes,
 )
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.videos import probe_video, video_planes
@@ -188,5 +188,6 @@ def decode_media_planes(
         PixelError: the medium does not decode.
     """
     if media_record["kind"] == "image":
-        return image_planes(media_bytes, grid, settings, media_record["height"] * media_record["width"])
+        pixels = decode_image(media_bytes, media_record["height"] * media_record["width"])
+        return pixel_planes(pixels[None], grid, settings)
     return video_planes(media_bytes, stored_video_info(media_record), grid, settings)

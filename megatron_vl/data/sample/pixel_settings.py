@@ -121,10 +121,8 @@ def media_limits_note(hf_dir: str | Path, trained_limits: Mapping[str, float]) -
     Raises:
         The errors of :func:`read_pixel_settings`.
     """
-    pixel_settings = read_pixel_settings(hf_dir)
-    limits = {
-        name: getattr(pixel_settings, name) for name in ("min_pixels", "max_pixels", "video_max_pixels")
-    }
+    settings = read_pixel_settings(hf_dir)
+    limits = {name: getattr(settings, name) for name in ("min_pixels", "max_pixels", "video_max_pixels")}
     # Released folders do not name the other two.
     video_config = _processor_configs(Path(hf_dir))[1]
     limits |= {f"video_{name}": video_config[name] for name in ("fps", "max_frames") if name in video_config}
@@ -143,11 +141,11 @@ def media_limits_note(hf_dir: str | Path, trained_limits: Mapping[str, float]) -
 
 def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Image and video processor configs, looked up in the same order as in transformers 5.17."""
-    configs = []
-    for name in ("processor_config", "preprocessor_config", "video_preprocessor_config"):
-        file = hf_path / f"{name}.json"
-        configs.append(json.loads(file.read_text()) if file.is_file() else {})
-    processor_config, image_file_config, video_file_config = configs
+    names = ("processor_config", "preprocessor_config", "video_preprocessor_config")
+    files = (hf_path / f"{name}.json" for name in names)
+    processor_config, image_file_config, video_file_config = (
+        json.loads(file.read_text()) if file.is_file() else {} for file in files
+    )
 
     image_config = processor_config.get("image_processor") or image_file_config
     if not image_config:
@@ -161,12 +159,8 @@ def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def _pixel_limits(config: dict[str, Any], defaults: tuple[int, int]) -> list[int]:
     """Smallest and largest area in pixels, from ``min_pixels`` / ``max_pixels`` or ``size``."""
     size = config["size"] if isinstance(config.get("size"), dict) else {}
-    limits = []
-    for name, edge, default in zip(
-        ("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), defaults, strict=True
-    ):
-        limits.append(int(config.get(name) or size.get(edge) or size.get(name) or default))
-    return limits
+    names = zip(("min_pixels", "max_pixels"), ("shortest_edge", "longest_edge"), defaults, strict=True)
+    return [int(config.get(n) or size.get(edge) or size.get(n) or default) for n, edge, default in names]
 
 
 def _read_norm(processor_config: dict[str, Any], hf_dir: str | Path) -> PixelNorm:
@@ -174,9 +168,8 @@ def _read_norm(processor_config: dict[str, Any], hf_dir: str | Path) -> PixelNor
     channel_stds = processor_config.get("image_std", CLIP_STD)
     if processor_config.get("do_normalize", True) is False:
         channel_means, channel_stds = (0.0,) * 3, (1.0,) * 3
-    rescale_factor = 1.0
-    if processor_config.get("do_rescale", True):
-        rescale_factor = processor_config.get("rescale_factor", 1 / 255)
+    is_rescaled = processor_config.get("do_rescale", True)
+    rescale_factor = processor_config.get("rescale_factor", 1 / 255) if is_rescaled else 1.0
 
     if len(channel_means) != 3 or len(channel_stds) != 3 or not all(channel_stds) or not rescale_factor:
         raise PixelError(

@@ -1,12 +1,26 @@
-"""Measures videos and decodes their sampled frames into uint8 pixel planes."""
+"""Measures videos, and decodes their sampled frames into uint8 pixel planes.
+
+Of a file, the track that a player shows is chosen and described, and as few frames as possible are decoded.
+Frame ``i`` is the frame that comes ``i``-th when the whole file is decoded. If the chosen frames are close
+together, the file is decoded from its start. Otherwise the packets are listed without decoding, and decoding
+starts again at the last key frame before each chosen frame. That gives the same pixels, because no frame
+after a key frame depends on one before it. Frames are identified by their times. If anything does not fit
+(packets without times, another number of frames, a damaged frame), the file is decoded from its start.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import operator
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +35,6 @@ from megatron_vl.data.sample.images import (
     pixel_planes,
 )
 from megatron_vl.data.sample.pixel_settings import PixelSettings
-from megatron_vl.data.sample.video_decoding import decode_frames_at, describe_video, upright_frame
 from megatron_vl.spec.positions import GridTHW
 
 FRAMES_PER_RESIZE = 8
@@ -29,6 +42,34 @@ FRAMES_PER_RESIZE = 8
 VIDEO_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
 )
+SEEK_DISTANCE = 8
+"""If two chosen frames are further apart than this number of frames, it is faster to list the packets, which
+takes 2 to 4 % of the time of decoding all frames."""
+MAX_DECODED_GAP = 4
+"""Largest number of frames that are decoded instead of being skipped by a seek."""
+SEEKABLE_CODECS = {"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg1video", "mpeg2video", "mjpeg"}
+"""Codecs whose key frames depend on no other frame. A frame of a GIF is painted over the one before it."""
+LONG_VIDEO_FRAMES = 18_000
+"""Number of frames above which :func:`describe_video` decodes only key frames; ten minutes at 30 frames a
+second."""
+HOLE_FORMATS = ("matroska", "flv")
+"""Formats in which FFmpeg reads on after a hole. MP4 and GIF say how long each frame is shown."""
+MATROSKA_PARENTS = (0x18538067, 0x1F43B675)
+"""Ids of the segment and of its clusters, which hold the other elements."""
+MATROSKA_IDS = {
+    *b"\xe7\xa3\xa0\xa7\xab\xec\xbf\xaf",
+    *(0x1A45DFA3, 0x114D9B74, 0x1549A966, 0x1654AE6B, 0x1C53BB6B, 0x1941A469, 0x1043A770, 0x1254C367),
+}
+"""Ids of the elements in a file, a segment and a cluster."""
+RAW_FORMATS = ("h264", "hevc", "m4v", "mpegvideo")
+"""Formats without times. Their rate is the codec's; if that has none, FFmpeg assumes 25 frames a second."""
+BROADCAST_FORMATS = ("mpegts", "mpeg")
+"""Formats whose times may jump, for instance where two recordings were joined."""
+HEADER_FORMATS = ("mov", "matroska", "avi", "flv", "asf")
+"""Formats whose header says how long the video is. FFmpeg estimates that of others from what is there."""
+MISSING_FRAMES, MISSING_SHARE = 3, 0.02
+"""A video is refused if it lacks more than this number of frames and more than this share of its frames."""
+TS_PACKET_BYTES = 188
 
 
 def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> VideoInfo:
@@ -137,8 +178,8 @@ def _archive_frames(
             raise PixelError(f"frame {frame_number} of the video is missing")
         frame_pixels = _decode_archive_frame(frame_archive, frame_number, max_pixels)
         if frame_pixels.shape[1:] != (video_info.height, video_info.width):
-            image_name = frame_archive.image_name(frame_number)
-            raise PixelError(f"{image_name} has another size than when it was converted")
+            name = frame_archive.image_name(frame_number)
+            raise PixelError(f"{name} has another size than when it was converted")
         yield frame_pixels
 
 
@@ -162,3 +203,327 @@ def _open_video(video_bytes: bytes, max_pixels: int) -> Any:
         codec_context.options = {"max_pixels": str(max_pixels)}  # later frames may be larger
 
     return video_container
+
+
+# --- Tracks and frames of a file ----------------------------------------------------------------------------
+
+
+class _SeekMismatchError(Exception):
+    """What was decoded after a seek is not what the packets announced."""
+
+
+@dataclass(frozen=True)
+class FrameTable:
+    """The frames that a file's packets announce, in the order in which they are shown."""
+
+    frame_times: list[int]
+    """Time of each frame, in the stream's own unit."""
+    key_frames: list[int]
+    """Numbers of the key frames, ascending."""
+
+
+@dataclass
+class _DecodedFrames:
+    """What is kept of the frames of a track."""
+
+    size: tuple[int, int]
+    """Height and width, upright."""
+    times: list[int | None]
+    last_duration: int
+    damaged_count: int
+    """Packets and frames that FFmpeg calls corrupt."""
+
+
+def choose_track(video_container: Any) -> Any:
+    """The video stream that a player shows: the first default one, or the first of all.
+
+    Raises:
+        PixelError: there is none. The cover of an audio file is an image.
+    """
+    tracks = [s for s in video_container.streams.video if not s.disposition & s.disposition.attached_pic]
+    if not tracks:
+        raise PixelError("the file has no video track" + " but a cover" * bool(video_container.streams.video))
+    return max(tracks, key=lambda stream: bool(stream.disposition & stream.disposition.default))
+
+
+def upright_frame(frame_pixels: Tensor, video_frame: Any) -> Tensor:
+    """Turns and mirrors a frame, [..., height, width], as the track's display matrix says."""
+    is_transposed, mirrored_dims = _frame_turn(video_frame)
+    if is_transposed:
+        frame_pixels = frame_pixels.transpose(-1, -2)
+    return frame_pixels.flip(mirrored_dims) if mirrored_dims else frame_pixels
+
+
+def _frame_turn(video_frame: Any) -> tuple[bool, list[int]]:
+    """Whether height and width change places, and which dimensions are mirrored afterwards."""
+    matrix_data = video_frame.side_data.get("DISPLAYMATRIX")
+    if matrix_data is None:
+        return False, []
+    # x' = a x + c y and y' = b x + d y. PyAV's ``rotation`` is the same for half a turn and for a mirror.
+    a, b, _, c, d = struct.unpack("=5i", bytes(matrix_data)[:20])
+    a, b, c, d = (number * (abs(number) > 255) for number in (a, b, c, d))  # sines of quarter turns, rounded
+    if (a or d) and (b or c):
+        raise PixelError("the display matrix of the video has other than quarter turns")
+    is_transposed = bool(b or c)
+    x_factor, y_factor = (c, b) if is_transposed else (a, d)
+    return is_transposed, [-1] * (x_factor < 0) + [-2] * (y_factor < 0)
+
+
+def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> VideoInfo:
+    """What a player shows of a video file, found by decoding all of it, or the key frames of a long one.
+
+    The rate is the header's, or the mean if the frames' times say otherwise.
+
+    Raises:
+        PixelError: there is no video track, its frames differ in size, or frames are missing.
+    """
+    with open_container() as video_container:
+        track = choose_track(video_container)
+        format_name = video_container.format.name.partition(",")[0]
+        is_raw = format_name in RAW_FORMATS
+        stated_rate = float(
+            (not is_raw and track.average_rate) or track.guessed_rate or track.average_rate or 0
+        )
+        frames = _decode_track(video_container, track, open_container)
+        if not frames.times or not stated_rate:
+            raise PixelError(
+                f"a video of {len(frames.times)} frames at {stated_rate} frames a second is empty"
+            )
+
+        first_time, seconds, hole_count = 0.0, len(frames.times) / stated_rate, 0
+        known_times = [time for time in frames.times if time is not None]
+        if len(known_times) == len(frames.times) and format_name not in (*RAW_FORMATS, *BROADCAST_FORMATS):
+            first_time = float(min(known_times) * track.time_base)
+            last_duration = float(frames.last_duration * track.time_base) or 1 / stated_rate
+            seconds = float(max(known_times) * track.time_base) - first_time + last_duration
+            if format_name in HOLE_FORMATS:
+                hole_count = _frames_in_hole(known_times, float(stated_rate * track.time_base))
+            if hole_count and format_name == "matroska" and _is_whole_matroska(video_bytes):
+                hole_count = 0
+        unseen_seconds = 0.0
+        if format_name in HEADER_FORMATS:
+            last_end = max(seconds, first_time + seconds)
+            unseen_seconds = _unseen_seconds(video_container, track, last_end, open_container)
+        has_no_rate = is_raw and not track.codec_context.framerate
+
+    mean_rate = len(frames.times) / seconds
+    # Times tell a variable rate from missing frames, unless something is known to be damaged.
+    expected_rate = stated_rate if frames.damaged_count else mean_rate
+    expected_count = round((seconds + unseen_seconds) * expected_rate)
+    missing_count = max(expected_count - len(frames.times), hole_count) + frames.damaged_count
+    if missing_count > max(MISSING_FRAMES, MISSING_SHARE * expected_count):
+        raise PixelError(
+            f"the file is damaged or cut short: {missing_count} of {expected_count} frames are missing"
+        )
+    _check_file_end(video_bytes, format_name)
+
+    # Containers round the times of a constant rate, so only a larger difference is one of a variable rate.
+    is_constant = abs(len(frames.times) / stated_rate - seconds) <= max(2 / stated_rate, 0.02 * seconds)
+    fps = stated_rate if is_constant else mean_rate
+    return VideoInfo(len(frames.times), fps, *frames.size, assumed_fps=has_no_rate)
+
+
+def _decode_track(video_container: Any, track: Any, open_container: Callable[[], Any]) -> _DecodedFrames:
+    """Decodes all frames of a track, or the key frames of a long one whose packets tell the others."""
+    listed_frames = None
+    if track.frames > LONG_VIDEO_FRAMES:
+        with open_container() as listed_container:
+            listed_frames = list_frames(listed_container)
+        if listed_frames is not None:
+            track.codec_context.skip_frame = "NONKEY"
+
+    frames = _DecodedFrames((0, 0), [], 0, 0)
+    for packet in video_container.demux(track):
+        frames.damaged_count += packet.is_corrupt
+        for video_frame in packet.decode():
+            frame_size = (video_frame.height, video_frame.width)
+            frame_size = frame_size[::-1] if _frame_turn(video_frame)[0] else frame_size
+            if frames.times and frame_size != frames.size:
+                raise PixelError(
+                    f"frame {len(frames.times)} has {pixels_text(*frame_size)}, those before it"
+                    f" {frames.size[1]} x {frames.size[0]}; the frames of a video must have one size"
+                )
+            frames.size = frame_size
+            frames.times.append(video_frame.pts)
+            frames.last_duration = video_frame.duration
+            frames.damaged_count += video_frame.is_corrupt
+
+    if listed_frames is not None:
+        if len(frames.times) < len(listed_frames.key_frames):
+            raise PixelError("a key frame of the video does not decode")
+        frames.times = [*listed_frames.frame_times]
+    return frames
+
+
+def _unseen_seconds(
+    video_container: Any, track: Any, last_end: float, open_container: Callable[[], Any]
+) -> float:
+    """How much longer the video should be than what the file has of it, by its header."""
+    if track.duration:
+        promised_seconds = float(track.duration * track.time_base)
+    elif tag := track.metadata.get("DURATION"):  # of Matroska, as 00:01:02.345
+        promised_seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(tag.split(":"))))
+    elif video_container.duration:  # of the longest track, which need not be this one
+        promised_seconds = video_container.duration / 1e6
+        with open_container() as other_container:
+            for packet in other_container.demux():
+                if packet.pts is not None:
+                    last_end = max(last_end, float((packet.pts + packet.duration) * packet.time_base))
+    else:
+        return 0.0
+    return max(0.0, promised_seconds - last_end)
+
+
+def _frames_in_hole(frame_times: list[int], unit_rate: float) -> int:
+    """How many frames are missing where frames of a constant rate have one interval that is longer.
+
+    Args:
+        unit_rate: frames in a unit of the times.
+    """
+    intervals = np.diff(np.sort(frame_times)) * unit_rate
+    is_long = intervals > 1.5
+    has_hole = len(intervals) > 8 and is_long.sum() == 1 and (intervals[~is_long] > 0.5).all()
+    return round(intervals.max()) - 1 if has_hole else 0
+
+
+def _is_whole_matroska(video_bytes: bytes) -> bool:
+    """Whether the elements of a Matroska file follow each other up to its end."""
+    position = 0
+    while position < len(video_bytes):
+        id_bytes = 9 - video_bytes[position].bit_length()
+        element_id = int.from_bytes(video_bytes[position : position + id_bytes])
+        position += id_bytes
+        if position >= len(video_bytes):
+            return False
+        size_bytes = 9 - video_bytes[position].bit_length()
+        size = int.from_bytes(video_bytes[position : position + size_bytes]) - (1 << 7 * size_bytes)
+        position += size_bytes
+        if element_id in MATROSKA_PARENTS:
+            continue
+        if element_id not in MATROSKA_IDS:
+            return False
+        position += size
+    return position == len(video_bytes)
+
+
+def _check_file_end(video_bytes: bytes, format_name: str) -> None:
+    """Raises PixelError if a file without a header of its length ends where none may end."""
+    is_cut = format_name == "gif" and not _has_gif_end(video_bytes)
+    if format_name == "mpegts" and video_bytes[0] == video_bytes[TS_PACKET_BYTES] == 0x47:
+        marks = video_bytes[::TS_PACKET_BYTES]
+        is_cut = len(video_bytes) % TS_PACKET_BYTES != 0
+        is_cut |= marks.count(0x47) < (1 - MISSING_SHARE) * len(marks)
+    if is_cut:
+        raise PixelError("the file is cut short: it ends within a frame or packet")
+
+
+def _has_gif_end(gif_bytes: bytes) -> bool:
+    """Whether the blocks of a GIF lead to its trailer, after which there may be anything."""
+
+    def palette_bytes(flags: int) -> int:
+        return 3 << (flags & 7) + 1 if flags & 0x80 else 0
+
+    def byte_at(position: int) -> int:
+        return int.from_bytes(gif_bytes[position : position + 1])
+
+    position = 13 + palette_bytes(byte_at(10))
+    while (block := gif_bytes[position : position + 1]) in (b"!", b","):
+        position += 2 if block == b"!" else 11 + palette_bytes(byte_at(position + 9))
+        while size := byte_at(position):  # pieces of data
+            position += 1 + size
+        position += 1
+    return block == b";"
+
+
+def list_frames(video_container: Any) -> FrameTable | None:
+    """Lists the packets of the video track. Returns None if they do not say which frames there are.
+
+    The container is at its end afterwards.
+    """
+    video_stream = choose_track(video_container)
+    if video_stream.codec_context.name not in SEEKABLE_CODECS:
+        return None
+    packet_times = []
+    for video_packet in video_container.demux(video_stream):
+        check_time()
+        if not video_packet.size:  # the flush at the end
+            continue
+        if video_packet.pts is None or video_packet.is_discard or video_packet.is_corrupt:
+            return None
+        packet_times.append((video_packet.pts, video_packet.is_keyframe))
+
+    packet_times.sort()
+    frame_times = [time for time, _ in packet_times]
+    key_frames = [number for number, (_, is_key) in enumerate(packet_times) if is_key]
+    if len(set(frame_times)) < len(frame_times) or not key_frames or key_frames[0] != 0:
+        return None
+    return FrameTable(frame_times, key_frames)
+
+
+def decode_frames_at(
+    open_container: Callable[[], Any], frame_count: int, frame_numbers: Sequence[int]
+) -> Iterator[Any]:
+    """PyAV's frames of the video track, in order.
+
+    Args:
+        open_container: opens the file as PyAV's container.
+        frame_count: number of frames that the whole file had when it was converted.
+        frame_numbers: the chosen frames: ascending numbers, counted from 0.
+
+    Yields:
+        The chosen frames; fewer if the file ends earlier.
+
+    Raises:
+        av.FFmpegError, OSError, ValueError: as PyAV raises them.
+    """
+    yielded_frames = 0
+    if max(map(operator.sub, frame_numbers, [-1, *frame_numbers[:-1]])) > SEEK_DISTANCE:
+        with open_container() as video_container:
+            listed_frames = list_frames(video_container)
+        if listed_frames is not None and len(listed_frames.frame_times) == frame_count:
+            with open_container() as video_container:
+                with suppress(_SeekMismatchError, OSError, ValueError):  # PyAV's errors are of these kinds
+                    for video_frame in _seek_frames(video_container, listed_frames, frame_numbers):
+                        yielded_frames += 1
+                        yield video_frame
+                    return
+
+    with open_container() as video_container:
+        remaining_numbers = iter(frame_numbers[yielded_frames:])
+        next_number = next(remaining_numbers)
+        for current_number, video_frame in enumerate(video_container.decode(choose_track(video_container))):
+            check_time()
+            if current_number == next_number:
+                yield video_frame
+                next_number = next(remaining_numbers, -1)
+                if next_number < 0:
+                    return
+
+
+def _seek_frames(
+    video_container: Any, listed_frames: FrameTable, frame_numbers: Sequence[int]
+) -> Iterator[Any]:
+    """Yields the chosen frames, each decoded from a key frame before it."""
+    video_stream = choose_track(video_container)
+    decoded_frames: Iterator[Any] | None = None
+    current_number = -1
+
+    for frame_number in frame_numbers:
+        key_frame = listed_frames.key_frames[bisect_right(listed_frames.key_frames, frame_number) - 1]
+        if decoded_frames is None or key_frame > current_number + MAX_DECODED_GAP:
+            video_container.seek(listed_frames.frame_times[key_frame], stream=video_stream, backward=True)
+            decoded_frames = video_container.decode(video_stream)
+
+        for video_frame in decoded_frames:
+            check_time()
+            if video_frame.pts is None or video_frame.is_corrupt:
+                raise _SeekMismatchError
+            if video_frame.pts >= listed_frames.frame_times[frame_number]:
+                break
+        else:
+            raise _SeekMismatchError
+
+        if video_frame.pts != listed_frames.frame_times[frame_number]:
+            raise _SeekMismatchError
+        current_number = frame_number
+        yield video_frame

@@ -39,7 +39,6 @@ class DroppedSample:
     data_set: str
     """Name of its source in a blend; empty without a blend."""
     reason: str
-    """Reason that the sample is counted under."""
     detail: str
     size: int
     """Tokens or patches of a sample that exceeds one of :data:`LIMIT_BY_REASON`; 0 for other reasons."""
@@ -115,9 +114,9 @@ class BadSampleMeter:
 
     def advice_text(self) -> str:
         """What to do about the unusable samples."""
-        sorted_reasons = [reason for reason, _ in self.reason_counts.most_common()]
-        advice_texts = "; ".join(dict.fromkeys(map(self._advice_for_reason, sorted_reasons)))
-        return advice_texts[:1].upper() + advice_texts[1:]
+        advice = dict.fromkeys(self._advice_for_reason(r) for r, _ in self.reason_counts.most_common())
+        advice_text = "; ".join(advice)
+        return advice_text[:1].upper() + advice_text[1:]
 
     def _advice_for_reason(self, reason: str) -> str:
         if reason in LIMIT_BY_REASON:

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -55,7 +56,6 @@ PART_KEYS = {"path", "weight", "repetitions", "split_part", "subflavors"}
 """The keys that a part of a metadataset may have. All others (subsets, joins, other description files,
 auxiliary data) change the samples, name code or lead elsewhere."""
 MAX_ID_BYTES = 100
-"""Largest size of an id in bytes."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,7 @@ class DatasetDescription:
     shards_by_split: dict[str, list[str]]
     """Names of shards by split, with braces expanded, without excluded shards."""
     excluded_names: list[str]
-    """Shards that are left out."""
     samples_by_shard: dict[str, int]
-    """Number of samples of each shard."""
     content_id: str
     """An id that the converter makes from the SHA-256 of all shards. It is empty if the data set was prepared
     without one."""
@@ -89,17 +87,27 @@ class DatasetDescription:
     """The data sets of a folder of parts, which are read as one."""
 
     def split_identity(self, split_name: str) -> dict[str, Any]:
-        """The identity by content. It does not contain the path, so that the folder can be moved."""
-        names = self._split_shards(split_name)
+        """The identity by content. It does not contain the path, so that the folder can be moved.
+
+        Raises:
+            LoaderError: the split is empty.
+        """
+        names = self.shards_by_split.get(split_name)
+        if not names:
+            filled_splits = sorted(name for name, shards in self.shards_by_split.items() if shards)
+            raise LoaderError(
+                f"{self.path}: the split {split_name!r} is empty; splits with samples:"
+                f" {', '.join(filled_splits) or 'none'}. Give another one, or convert with --val-fraction"
+                " (makes val), or with more samples"
+            )
         listed_text = "".join(f"{name} {self.samples_by_shard[name]}\n" for name in names)
         listed_text += "".join(f"-{name}\n" for name in self.excluded_names)
-        list_digest = hashlib.sha256(listed_text.encode()).hexdigest()[:16]
         return {
             "content": self.content_id,
             "split": split_name,
             "samples": sum(self.samples_by_shard[name] for name in names),
             "shards": len(names),
-            "list": list_digest,
+            "list": hashlib.sha256(listed_text.encode()).hexdigest()[:16],
         }
 
     def split_facts(self, split_name: str) -> SplitFacts:
@@ -109,17 +117,6 @@ class DatasetDescription:
     def split_parts(self, split_name: str) -> list[tuple[DatasetDescription, str]]:
         """Itself, as :meth:`MetadatasetDescription.split_parts`."""
         return [(self, split_name)]
-
-    def _split_shards(self, split_name: str) -> list[str]:
-        names = self.shards_by_split.get(split_name) or []
-        if not names:
-            filled_splits = sorted(name for name, shards in self.shards_by_split.items() if shards)
-            raise LoaderError(
-                f"{self.path}: the split {split_name!r} is empty; splits with samples:"
-                f" {', '.join(filled_splits) or 'none'}. Give another one, or convert with --val-fraction"
-                " (makes val), or with more samples"
-            )
-        return names
 
 
 @dataclass(frozen=True)
@@ -277,13 +274,7 @@ def _read_dataset(dataset_path: Location, checks_shards: bool) -> DatasetDescrip
     content_id, id_path = "", metadata_dir / "index.uuid"
     if location_is_file(id_path) and location_size_bytes(id_path) <= MAX_ID_BYTES:
         content_id = id_path.read_bytes().decode(errors="replace").strip()
-    return DatasetDescription(
-        dataset_path,
-        kept_shards,
-        excluded_names,
-        samples_by_shard,
-        content_id,
-    )
+    return DatasetDescription(dataset_path, kept_shards, excluded_names, samples_by_shard, content_id)
 
 
 def _check_tars(dataset_path: Location, tar_list: TarList, shard_names: set[str]) -> None:
@@ -305,8 +296,11 @@ def _read_splits(split_file: Location) -> tuple[dict[str, list[str]], list[str]]
     """The shards of each split, and the names of excluded shards."""
     split_fields = _read_description_file(split_file)
     patterns_by_split = split_fields.get("split_parts")
-    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
-    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
+    if (
+        split_fields.keys() - {"split_parts", "exclude"}
+        or not isinstance(patterns_by_split, dict)
+        or _names_code(split_fields)
+    ):
         raise LoaderError(f"{split_file}: expected only split_parts and exclude")
 
     shards_by_split = {
@@ -427,19 +421,12 @@ def _check_shard_names(dataset_dir: Location, shard_names: set[str]) -> None:
         shard_folder = resolved_root / parent_path
         if not shard_folder.resolve().is_relative_to(resolved_root):
             raise refuse(f"{parent_path}/{folder_names[0]}")
-        for file_name in _symlinked_names(shard_folder, folder_names):
+        link_names: set[str] = set()
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(shard_folder) as entries:
+            link_names = {entry.name for entry in entries if entry.is_symlink()}
+        for file_name in link_names.intersection(folder_names):
             if not (shard_folder / file_name).resolve().is_relative_to(resolved_root):
                 raise refuse(f"{parent_path}/{file_name}" if parent_path else file_name)
-
-
-def _symlinked_names(shard_folder: Path, shard_names: list[str]) -> list[str]:
-    """The ``shard_names`` that are links in ``shard_folder``."""
-    try:
-        with os.scandir(shard_folder) as entries:
-            link_names = {entry.name for entry in entries if entry.is_symlink()}
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [name for name in shard_names if name in link_names]
 
 
 def _read_metadataset(metadataset_path: Location) -> MetadatasetDescription:

@@ -102,8 +102,6 @@ class SizedSource:
     ) -> tuple[Integers, Integers]:
         """Tokens and patches of samples, int64 [n] each."""
         size_numbers, parts = self._size_numbers(sample_indices)
-        if len(self._stored_sizes) == 1:
-            return size_counter.count_samples(self._stored_sizes[0], size_numbers)
         sample_sizes = np.zeros((2, len(sample_indices)), np.int64)
         for part in np.unique(parts).tolist():
             is_of_part = parts == part

@@ -98,7 +98,6 @@ def location_size_bytes(file_location: Location) -> int:
 
 
 def read_text_file(file_location: Location) -> str:
-    """The text of a file in UTF-8."""
     return file_location.read_bytes().decode()
 
 

@@ -71,8 +71,8 @@ def permute_positions(
         right_half = permuted_values[outside_indices] & half_mask
         for round_number in range(FEISTEL_ROUNDS):
             round_key = combine_hash_key(permutation_key, round_number)
-            mixed_half = left_half ^ (_hash_values(right_half ^ tweak, round_key) & half_mask)
-            left_half, right_half = right_half, mixed_half
+            mixed_half = _hash_values(right_half ^ tweak, round_key) & half_mask
+            left_half, right_half = right_half, left_half ^ mixed_half
         permuted_values[outside_indices] = (left_half << half_shift) | right_half
         outside_indices = outside_indices[permuted_values[outside_indices] >= range_size]
     return permuted_values.astype(np.int64)
@@ -200,7 +200,6 @@ class SampleOrder:
         self._pass_bounds = np.cumsum(draws_per_pass or [0])
         self._weight_bounds = np.cumsum(np.array(source_weights, np.float64) / sum(source_weights))
         self.draw_counts = [0] * len(sample_counts)
-        """Number of draws from each data set so far."""
         self.total_draws = 0
         """Number of all draws, including those from data sets that the blend no longer has."""
 

@@ -94,8 +94,8 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
         tokenizer_files = [hf_path / "vocab.json", hf_path / "merges.txt"]
     for file_path in tokenizer_files:
         hasher.update(file_path.read_bytes() if file_path.is_file() else b"")
-    vision_markers = [spec.vision_start_token_id, spec.vision_end_token_id]
-    special_token_ids = [spec.image_token_id, spec.video_token_id, *vision_markers]
+    media_ids = [spec.image_token_id, spec.video_token_id]
+    special_token_ids = [*media_ids, spec.vision_start_token_id, spec.vision_end_token_id]
     # A family that writes timestamps leaves out the pair of tokens around a video.
     text_rules = [SIZES_VERSION, special_token_ids, spec.vision.video_timestamps]
     if spec.vision.box_tokens:  # Qwen2-VL and Qwen2.5-VL may have one template, and write boxes otherwise
@@ -118,9 +118,9 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
         # A shard that was excluded when the sizes were written may be back.
         measured_shards = {name: facts["samples"] for name, facts in json_fields["shards"].items()}
         present_shards = set().union(*dataset_description.shards_by_split.values())
-        samples_by_shard = dataset_description.samples_by_shard
         return json_fields["content"] == dataset_description.content_id and all(
-            measured_shards.get(name, -1) == samples_by_shard.get(name) for name in present_shards
+            measured_shards.get(name, -1) == dataset_description.samples_by_shard.get(name)
+            for name in present_shards
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -243,10 +243,6 @@ def _ranges(ends: Any, numbers: Integers) -> tuple[Integers, Integers]:
     return np.where(numbers > 0, starts, 0), ends[numbers].astype(np.int64)
 
 
-UNREADABLE_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile)
-"""What damaged files of sizes raise."""
-
-
 def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
     """Opens the sizes of a data set. Those in an object store are copied into memory.
 
@@ -283,7 +279,7 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             and (exchange_ends is None or len(exchange_ends) == len(sample_records))
             and (exchange_ends is None or len(exchanges) == int(exchange_ends[-1]))
         )
-    except UNREADABLE_ERRORS as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise LoaderError(
             f"{sizes_dir} cannot be read ({error}); write it with `megatron-vl data index`, where every node"
             " can read it"
@@ -328,11 +324,9 @@ class SampleSizeCounter:
 
         # All media of all samples, one after the other.
         sample_of_medium = np.repeat(np.arange(len(sample_numbers)), media_counts)
-        first_of_sample = np.repeat(np.cumsum(media_counts) - media_counts, media_counts)
-        index_in_sample = np.arange(len(sample_of_medium)) - first_of_sample
-        medium_numbers = np.repeat(media_starts, media_counts) + index_in_sample
-        media_sizes = self._count_media(stored_sizes, medium_numbers)
-        media_tokens, media_patches = np.divmod(media_sizes, 1 << 32)
+        shifts = media_starts - (np.cumsum(media_counts) - media_counts)
+        medium_numbers = np.repeat(shifts, media_counts) + np.arange(len(sample_of_medium))
+        media_tokens, media_patches = np.divmod(self._count_media(stored_sizes, medium_numbers), 1 << 32)
 
         # One unusable medium makes its sample unusable, whatever its other media add.
         media_tokens[media_tokens == 0] = -(1 << 40)

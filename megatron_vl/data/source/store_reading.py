@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.managers import BaseManager
@@ -82,7 +83,6 @@ class ReadAhead:
         self._running_requests = 0
         self._kept_bytes = 0
         self._expect_calls = 0
-        """Number of calls of :meth:`expect` so far."""
 
     def __bool__(self) -> bool:
         """Whether any data set is in a store."""
@@ -225,7 +225,7 @@ class StoreShards:
         """Mean number of bytes of the samples that were read last."""
         self._shards = dataset.shards
         self._shard_starts = np.cumsum([0, *(shard.count for shard in dataset.shards)]).tolist()
-        self._pages: OrderedDict[tuple[int, int], NDArray[np.uint64]] = OrderedDict()
+        self._read_page = lru_cache(MAX_PAGES)(self._read_offsets)
 
     def block_of(self, index: int) -> range:
         """The indices of the samples in the block of a sample."""
@@ -263,17 +263,15 @@ class StoreShards:
         """The first byte of each of some samples of a shard, and the byte after it."""
         if isinstance(self._shards[shard], TarShard):
             return list(map(tuple, self._shards[shard].spans[first_sample:end_sample].tolist()))
-        page = first_sample // PAGE_SIZE
-        page_start = page * PAGE_SIZE
-        offsets = self._pages.get((shard, page))
-        if offsets is None or page_start + len(offsets) <= end_sample:
-            index_path = self._shards[shard].path.with_suffix(ITAR_SUFFIX)
-            last_offset = max(end_sample, min(page_start + PAGE_SIZE, self._shards[shard].count))
-            offsets = np.frombuffer(_read_bytes(index_path, 8 * page_start, 8 * (last_offset + 1)), "<u8")
-            self._pages[shard, page] = offsets
-            if len(self._pages) > MAX_PAGES:
-                self._pages.popitem(last=False)
-        return list(pairwise(offsets[first_sample - page_start : end_sample - page_start + 1].tolist()))
+        page, first = divmod(first_sample, PAGE_SIZE)
+        offsets = self._read_page(shard, page)
+        return list(pairwise(offsets[first : first + end_sample - first_sample + 1].tolist()))
+
+    def _read_offsets(self, shard: int, page: int) -> NDArray[np.uint64]:
+        """The offsets of a page, and of the samples after it that are in a block with its last one."""
+        last_offset = min((page + 1) * PAGE_SIZE + self.block_size, self._shards[shard].count)
+        index_path = self._shards[shard].path.with_suffix(ITAR_SUFFIX)
+        return np.frombuffer(_read_bytes(index_path, 8 * page * PAGE_SIZE, 8 * (last_offset + 1)), "<u8")
 
 
 def read_tar_shards(dataset: DatasetDescription) -> dict[str, TarShard]:
@@ -390,7 +388,6 @@ class StoreSamples:
             return bytes(self._read_ahead.take(source, index))
 
     def close(self) -> None:
-        """Ends the process."""
         if self._manager is not None:
             self._manager.shutdown()
 

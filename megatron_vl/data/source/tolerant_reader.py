@@ -134,10 +134,8 @@ class TolerantReader:
 
     def _close_files(self) -> None:
         self.shard_reader.close()
-        offset_readers = self.shard_reader.cached_offset_reader.tar_index_reader_cache
-        for entry in offset_readers.values():
+        for entry in self.shard_reader.cached_offset_reader.tar_index_reader_cache.values():
             entry.tar_index_reader.close()
-        offset_readers.clear()
         self.shard_reader = _reopen_reader(self.shard_reader)
         if self.reading_thread is not None:
             self.reading_thread.task_queue.put(-1)
