@@ -11,8 +11,6 @@ gradients and moments, the same AdamW, clipping and learning rates, and the same
 The site shows the cards in ``docs/families/cards``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

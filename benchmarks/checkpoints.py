@@ -7,8 +7,6 @@ Torch saves and loads the same tensors; ``dd`` writes and reads as many bytes. W
 the page cache before. A stall is what a save adds to the times of two steps.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

@@ -8,8 +8,6 @@ it, in its own process and including its start, after everything was written bac
 the page cache. RssAnon is memory that no file backs, sampled every 10 ms.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ experts at random, evenly. Experts return the rows that they receive. Times are 
 leaves a GPU for others. ``--platform cpu`` runs everything on CPU, which only shows that it works.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

@@ -15,8 +15,6 @@ kernels. FlashAttention is torch's (``torch.nn.attention.varlen``) instead of th
 in transformers' registry of attention functions. On CPU, for dry runs, attention is SDPA for each segment.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import importlib

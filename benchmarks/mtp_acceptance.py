@@ -8,8 +8,6 @@ Each exported folder answers the demo's questions by greedy decoding in ``transf
 share of these tokens that the folder's own layer drafts one token ahead. It runs on one CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

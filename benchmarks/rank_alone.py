@@ -3,16 +3,14 @@
     python benchmarks/rank_alone.py --ranks 8 --model.hf HF --data.seq_len 262144 --parallel.cp 8 ...
 
 The process is rank 0 of ``--ranks`` in torch's fake process group, and runs the trainer as ``megatron-vl
-bench`` does. It owns the loader, and its tensors have the sizes that they have in the whole run. A message
-comes from the GPU itself: an exchange returns what was sent, cut or filled with zeros to the size that is due,
-and sums and gathered weights stay the rank's own. So losses mean nothing, and experts get the rows that this rank
-sends. Pipelines are not supported, because their stages wait for real messages.
+bench`` does. Its tensors have the sizes that they have in the whole run. A message comes from the GPU itself:
+an exchange returns what was sent, cut or filled with zeros to the size that is due; sums and gathered weights
+stay the rank's own. So losses mean nothing, and experts get the rows that this rank sends. Pipelines are not
+supported, because their stages wait for real messages.
 
 With ``--one-document``, the documents of a row are one, so that each token attends to all before it. What is
 predicted is for the very rows that are drawn.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses

@@ -1,7 +1,5 @@
 """Trains a Hugging Face checkpoint in plain ``transformers``, as the trainer would."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

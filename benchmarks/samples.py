@@ -10,8 +10,6 @@ loader process has the caches for itself, and with ``--turn 1`` each side finds 
 has left there.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -17,8 +17,6 @@ With ``--memory``, images have 32 pixels a side, and all tars are one file with 
 call makes the index, the next one starts a loader on it.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import multiprocessing

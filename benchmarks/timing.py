@@ -1,7 +1,5 @@
 """Times functions on the GPU, for the other benchmarks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ holds, ``convert.py`` combines them for conversion, splitting, merging and expor
 folders with more rows, and ``compare.py`` compares checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

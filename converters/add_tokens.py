@@ -1,7 +1,5 @@
 """Gives a Hugging Face folder rows for more tokens, and a number of rows that tensor parallelism divides."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

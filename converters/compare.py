@@ -1,7 +1,5 @@
 """Compares checkpoints bit for bit, and weights with the hashes in their manifest."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Converts, splits, merges and exports weights: from any source to any layout or a Hugging Face folder."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

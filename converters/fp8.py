@@ -7,8 +7,6 @@ bit for bit what transformers 5.17 to 5.24 loads in that type with ``dequantize`
 blocks nor stacks of experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

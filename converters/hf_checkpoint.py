@@ -7,8 +7,6 @@ Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*
 of all families may use either style.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cached_property, reduce
 from pathlib import Path

@@ -11,8 +11,6 @@ if it is fused with others. A module is plain if ``ignored_layers``, or else ``m
 its whole name: all parts of a fused one, or none.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

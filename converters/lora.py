@@ -4,8 +4,6 @@ The rule of a fused tensor says which of its rows belong to which released matri
 too, which has the same rows. ``lora_A`` has the factors of the released matrices one below another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping
 from functools import lru_cache, reduce
 from pathlib import Path

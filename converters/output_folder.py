@@ -5,8 +5,6 @@ Tensors are copied a few megabytes at a time. Memory is limited to a small const
 size of the model: regions of mapped files are read, and files are filled in place.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import math

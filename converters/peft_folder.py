@@ -11,8 +11,6 @@ A folder has ``adapter_config.json`` and ``adapter_model.safetensors``. A matrix
 * Up to peft 0.18, the two sides were swapped: A had the outputs, and B the inputs. The shapes tell.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -3,8 +3,6 @@
 Names: ``Qwen2_5_VLForConditionalGeneration`` as released (``visual.*``, ``model.layers.*``).
 """
 
-from __future__ import annotations
-
 from megatron_vl.spec.families import ModelSpec
 
 from .qwen2_vl import LANGUAGE, TOWER, VISION_LAYER

@@ -3,8 +3,6 @@
 Names: ``Qwen2VLForConditionalGeneration`` as released (``visual.*``, ``model.layers.*``).
 """
 
-from __future__ import annotations
-
 from megatron_vl.spec.families import ModelSpec
 
 from .rules import (

@@ -4,8 +4,6 @@ Qwen3.5-MoE has a router, experts and a shared expert in its decoder layers. Nam
 ``Qwen3_5ForConditionalGeneration`` and ``Qwen3_5MoeForConditionalGeneration`` as released.
 """
 
-from __future__ import annotations
-
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import MTP_PREFIX
 

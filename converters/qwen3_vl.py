@@ -4,8 +4,6 @@ Qwen3-VL-MoE has a router and experts in its decoder layers. Names: ``Qwen3VLFor
 ``Qwen3VLMoeForConditionalGeneration`` as released (``model.visual.*``, ``model.language_model.*``).
 """
 
-from __future__ import annotations
-
 from megatron_vl.spec.families import ModelSpec
 
 from .qwen2_vl import DECODER_LAYER, OUTPUT_LAYER, VISION_LAYER, decoder_entries, tower_layer_entries

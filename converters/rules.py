@@ -9,8 +9,6 @@ The families' tables (``qwen*.py``) list names as :class:`NameEntry`, one line f
 number of a layer stands whole in a line, so that a text search for it finds the line.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """The safetensors files of a Hugging Face folder, and its other files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -9,8 +9,6 @@ records always equals the number of records read.
 All of it happens in ``OUT.partial``, which becomes ``OUT`` at the end. A killed conversion starts again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sqlite3

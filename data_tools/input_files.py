@@ -4,8 +4,6 @@ The index, ``dataset_info.json``, names data sets with their file, format and co
 refused with what to do: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Finds the media of a conversation inside the media root, and reads them."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import os

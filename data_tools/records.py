@@ -7,8 +7,6 @@ Tables fill the fields that a structure lacks with null, so null fields are left
 call would otherwise get the arguments of all others, with null in them.
 """
 
-from __future__ import annotations
-
 import codecs
 import csv
 import gzip

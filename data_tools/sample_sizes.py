@@ -4,8 +4,6 @@ Only the text of the samples is read and tokenized. The files are those that
 :mod:`megatron_vl.data.source.sample_sizes` describes; a killed process leaves none of them.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil

@@ -3,8 +3,6 @@
 A sample's text can be read alone. It comes with the sizes of the sample's media, so that nothing is decoded.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sqlite3

@@ -8,8 +8,6 @@ the same files whatever the number of processes. The splits are lists of shards 
 split empty).
 """
 
-from __future__ import annotations
-
 import json
 import tarfile
 import uuid

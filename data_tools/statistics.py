@@ -1,7 +1,5 @@
 """What a data set holds, counted over all samples from their sizes in the index. They are not read."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

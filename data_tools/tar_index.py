@@ -6,8 +6,6 @@ continues, and a later one reads only tars that are new or have changed. ``.nv-m
 files, one after the other, so that a process holds one tar's samples in memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Shows a card of ``benchmarks.card`` as a section of Markdown, with its losses as SVG."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

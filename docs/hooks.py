@@ -4,8 +4,6 @@
 cards of the families, are added while mkdocs builds the site. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -5,8 +5,6 @@ they lie in its folder ``_tools``, so that such common names do not appear in si
 imports none of them; this program starts them.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -13,8 +13,6 @@
   its own. ``--fork`` before torchrun's options forks any module, for commands that know that they run on CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

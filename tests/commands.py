@@ -1,8 +1,6 @@
 """Finds command lines in shell scripts and Markdown and validates them with the parsers that
 would read them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

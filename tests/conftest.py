@@ -1,7 +1,5 @@
 """Settings that must be made before torch is imported, and fixtures for all tests."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os
@@ -43,7 +41,7 @@ toolkit/test_answers_at_end test_docs training/test_context_parallel estimate/te
 kernels/test_shard_exchange training/test_offload training/test_signals test_start models/moe/test_experts
 converters/test_restart test_examples data/test_row_loader toolkit/test_bench converters/test_round_trip
 converters/test_lora training/test_optimizer kernels/test_delta_rule_kernels toolkit/test_plan
-core_fixes/test_register parallel/test_joining training/test_decoupled
+core_fixes/test_register parallel/test_joining
 """.split()
 """Files with 20 seconds or more of processor time, the longest first. A file runs in one process: if a long
 one came last, the other core would be idle at the end."""

@@ -1,7 +1,5 @@
 """Simulates a power cut: a file keeps the content, and a folder the names, of its last ``fsync``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

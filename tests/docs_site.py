@@ -1,7 +1,5 @@
 """The module that makes pages of the documentation site; ``docs/`` is no package."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path

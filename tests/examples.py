@@ -1,7 +1,5 @@
 """The shipped examples, and the statements in the first lines of their YAMLs."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -1,8 +1,6 @@
 """A wrong field is refused before anything starts, with its name and valid values; --help
 explains every field."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """The images install the pinned stack: their files are parsed and compared with constraints.txt."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

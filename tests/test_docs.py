@@ -6,8 +6,6 @@ run in order in one folder that holds what its text asks the reader to have: the
 small one with as many layers as the example's layout needs) and conversations with their media.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """What pages have from the code is complete and up to date."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Durably written files have their bytes and names on the disk when the call returns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A user's error is one line; a bug keeps its traceback. The same holds for each rank of a training."""
 
-from __future__ import annotations
-
 import errno
 import re
 from pathlib import Path

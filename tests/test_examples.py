@@ -1,8 +1,6 @@
 """Every shipped example has a valid YAML, a layout that fits its model, correct numbers,
 and working scripts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

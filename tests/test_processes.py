@@ -1,7 +1,5 @@
 """Dead children that nobody waited for do not count, whatever a process calls itself; a tree ends whole."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The progress meter on a terminal and elsewhere."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import re

@@ -1,8 +1,6 @@
 """A rank starts without what it does not use: a compiler, wandb, TensorBoard, scikit-learn. All of them are
 unchanged for the user afterwards."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Tests the built wheel in a virtual environment with only what it declares, away from the checkout."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Small checkpoints for the tests, written once per session for each set of options."""
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The ``megatron-vl`` command: looks up the command, reads its options, runs it and shows its errors."""
 
-from __future__ import annotations
-
 import sys
 
 from megatron_vl.config.removed import REMOVED, explain_unknown

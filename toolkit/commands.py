@@ -1,7 +1,5 @@
 """The register of commands. A command's folder has ``options.py`` (a dataclass) and ``command.py``."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ preferences, audio (:mod:`.conversation` says what counts as audio). Keys that n
 :attr:`Conversation.ignored_keys`.
 """
 
-from __future__ import annotations
-
 from difflib import get_close_matches
 from typing import Any, Literal
 

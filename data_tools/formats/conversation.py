@@ -10,8 +10,6 @@ a number), ``loss_scale``, or ``train`` (Axolotl: false or true). A record's wei
 ``sample_weight`` or ``weight``; it multiplies those of its turns.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

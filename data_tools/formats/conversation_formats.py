@@ -9,8 +9,6 @@
   on too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from .conversation import Message, RecordError, checked_text, shorten_value

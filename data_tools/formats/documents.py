@@ -7,8 +7,6 @@
   ``matched_text_index``, and sentences are joined by a space, as OpenFlamingo reads them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from .conversation import Message, RecordError, checked_text, join_text_parts, shorten_value

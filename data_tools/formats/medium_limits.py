@@ -3,8 +3,6 @@
 Keys that qwen-vl-utils does not read for a medium (``nframes`` of a list of images) are left alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

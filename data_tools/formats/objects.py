@@ -2,8 +2,6 @@
 ``boxes``, their frame of reference, beside them. Both become the ``objects`` of the stored sample
 (:mod:`megatron_vl.data.sample.boxes`)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

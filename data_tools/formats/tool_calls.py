@@ -5,8 +5,6 @@ write a call between ``<tool_call>`` and ``</tool_call>``. A server takes the fi
 so arguments with one are refused.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Refuses impossible values before any process group starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

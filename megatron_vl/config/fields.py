@@ -4,8 +4,6 @@ The docstring of a field is its help text and names its unit; its range stands i
 config is never changed: :func:`dataclasses.replace` makes another one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

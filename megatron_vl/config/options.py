@@ -1,7 +1,5 @@
 """Declares the fields of a run and the options of commands, with the range of their values."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

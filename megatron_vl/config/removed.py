@@ -3,8 +3,6 @@
 It has fields of a run and commands of 0.1.0 that are gone, and names that other programs use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from difflib import get_close_matches
 from os.path import commonprefix

@@ -1,7 +1,5 @@
 """Reads the YAML of a run: the value of each field, and the line where it stands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

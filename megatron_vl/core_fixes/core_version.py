@@ -5,8 +5,6 @@ of Megatron-core may silently break any of these fixes, so unknown versions are 
 ``make test-next`` runs the tests with the newest released version.
 """
 
-from __future__ import annotations
-
 import os
 from importlib.metadata import PackageNotFoundError, version
 

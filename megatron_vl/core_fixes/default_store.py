@@ -4,8 +4,6 @@ It carries messages that must reach other ranks without a collective: the failur
 layout, lists for rank 0. A separate store would be one more server with a connection to every rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -5,8 +5,6 @@ allows (see :mod:`megatron_vl.kernels.layers.swiglu`), and it is compiled again 
 tokens changes. This fix can go when core has its own kernel on this path.
 """
 
-from __future__ import annotations
-
 from megatron.core.transformer.moe import experts
 from torch import Tensor
 

@@ -12,8 +12,6 @@
   this user on this machine, where no one else can write.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import importlib.abc

@@ -11,8 +11,6 @@ NCCL is not affected, because only one watchdog thread writes its name. This fix
 name under a lock or no longer keeps it. tests/parallel/test_groups.py checks the groups' numbers of threads.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

@@ -6,8 +6,6 @@ shards first. If a group has both types, like Qwen3.5's norms and decays, every 
 state is saved and restored under other parameters' names, without a message. Steps are not affected.
 """
 
-from __future__ import annotations
-
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 

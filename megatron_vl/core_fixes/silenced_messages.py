@@ -3,8 +3,6 @@
 None of them reports a problem of a run of this project.
 """
 
-from __future__ import annotations
-
 import logging
 import warnings
 

@@ -11,8 +11,6 @@ torch sums it before the cast. Here our kernel does so in both. This fix can go 
 within the product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

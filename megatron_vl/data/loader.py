@@ -8,8 +8,6 @@ Rows of validation are packed in the data set's order. A validation pass ends, s
 after its last row are only logged: no later row could count them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

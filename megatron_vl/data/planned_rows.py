@@ -5,8 +5,6 @@ ahead (:class:`PlannedSteps`), the others make the rows (:class:`RowDataset`), a
 Without loader processes, batches are planned when they are needed.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import itertools

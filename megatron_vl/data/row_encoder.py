@@ -9,8 +9,6 @@ If a medium does not decode after packing, its sample stays in the row, grey and
 ranks see the same row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

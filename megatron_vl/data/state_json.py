@@ -3,8 +3,6 @@
 Only the types that occur in a state are written and read.
 """
 
-from __future__ import annotations
-
 import base64
 from typing import Any
 

@@ -5,8 +5,6 @@ reached in one direction, and the peak is the dense one of bf16. A GPU without e
 and is taken to reach those of H200.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -21,8 +19,8 @@ from megatron_vl.system.errors import UserError
 class Efficiencies:
     """Shares of a GPU's peak that the needed FLOPs of a part reach, with all that runs beside them.
 
-    ``decoder`` is that of the decoder layers without experts and the delta rule, ``output`` that of the output
-    layer with the loss. The delta rule moves more than it computes.
+    ``decoder`` is that of the decoder layers without experts and the delta rule, which moves more than it
+    computes; ``output`` is that of the output layer with the loss.
     """
 
     tower: float

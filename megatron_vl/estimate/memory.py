@@ -10,8 +10,6 @@ not counted; :func:`reserve_gib` leaves room for them. ``benchmarks/log/memory.m
 measurements.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Checks whether a run fits its GPUs and their hosts, and chooses the share of the state that it offloads."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -3,8 +3,6 @@
 Everything is counted from the tensor table. Layers of one kind have equal tensors, FLOPs and memory.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

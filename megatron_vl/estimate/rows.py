@@ -3,8 +3,6 @@
 Nothing is read: the length of a row and its bound on patches come from the run, and what it holds is assumed.
 """
 
-from __future__ import annotations
-
 from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops, repeated_flops
 from megatron_vl.spec.families import ModelSpec

@@ -6,8 +6,6 @@ so each is tried with the cheapest of them that fits, and the search ends at siz
 without.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

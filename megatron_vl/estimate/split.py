@@ -4,8 +4,6 @@ An entry is one chunk of one stage. Without ``parallel.layers``, the stages get 
 depends only on the fields of a run and the model, so all ranks, machines and commands find the same one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -5,8 +5,6 @@ on the GPU, and the messages of tensor, context and expert parallelism, which no
 slowest stage's rows, times 1 + the bubble of the schedule, and the offloaded state that no pass hides.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from dataclasses import dataclass

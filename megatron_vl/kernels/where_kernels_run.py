@@ -1,7 +1,5 @@
 """Where Triton kernels run, and with how much shared memory; torch code runs elsewhere. Imports no Triton."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

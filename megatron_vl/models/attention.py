@@ -11,8 +11,6 @@ The backends are ``sdpa`` (on any device), ``te`` (Transformer Engine / cuDNN), 
 (:mod:`megatron_vl.kernels.attention.tower_attention`, for towers).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Builds this rank's model chunks for a layout: configs, tower (first chunk), GPTModel, then freezing."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable

@@ -17,8 +17,6 @@ What a rank exchanges depends on the row. It is computed on the CPU from the who
 (:mod:`megatron_vl.training.rows.row_shards`), so that no rank reads a number from its device.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -10,8 +10,6 @@ Images stay within their replica, whose loader holds their pixels. Batches are p
 about equally many patches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ adding it to ``main_grad`` moves 12 bytes for each of a billion parameters (Qwen
 tokens.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ between two of them. Each rank gets one contiguous run of frames, so the pixels 
 concatenated features are in order again. A rank's share exceeds the mean by less than one frame.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

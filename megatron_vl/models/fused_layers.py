@@ -9,8 +9,6 @@
 * :func:`add_to_residual`: adds a block's output and its bias to the residual, and sums the bias's gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

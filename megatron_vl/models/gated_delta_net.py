@@ -11,8 +11,6 @@ that cross an edge, and the last inputs of the convolution
 (:mod:`megatron_vl.kernels.linear_attention.shard_exchange`).
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -11,8 +11,6 @@ loss copies them. So a rank with more loss tokens than :data:`LOSS_CHUNK_TOKENS`
 each chunk again in the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

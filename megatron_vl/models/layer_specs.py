@@ -3,8 +3,6 @@
 Both compute the same function. :mod:`megatron_vl.models.parameter_names` gives their tensors the same names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

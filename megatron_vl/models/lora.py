@@ -9,8 +9,6 @@ factor is on all ranks. Only the ``rank`` columns between the two factors are ex
 over the ranks, and over tokens under sequence parallelism.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from typing import Any

@@ -9,8 +9,6 @@ more level beside the hidden state. So no stage holds a second copy of the embed
 their own, and gradients go back as those of the hidden state do.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -9,8 +9,6 @@ A canonical expert tensor is a stack of all experts. In live modules, each exper
 index in the stack.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -5,8 +5,6 @@ rotate-half convention). The products are elementwise in fp32, not matrix produc
 affect them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

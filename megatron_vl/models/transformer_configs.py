@@ -1,7 +1,5 @@
 """Makes Megatron-core's TransformerConfig for the language model and the vision tower from a ModelSpec."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ with tensor parallelism over the given group. Reference: ``Qwen2VisionTransforme
 ``Qwen2_5_VisionTransformerPretrainedModel`` and ``Qwen3VLVisionModel`` of transformers.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -4,8 +4,6 @@ Features replace the placeholders' embeddings before the sequence-parallel scatt
 in a row, and any tensor-parallel rank may hold any token.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

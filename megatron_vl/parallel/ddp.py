@@ -13,8 +13,6 @@
 Reduced gradients stay sums over tokens: :func:`megatron_vl.training.optimizer.clip_and_update` divides them.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial

@@ -22,8 +22,6 @@ The store lives in rank 0 or in the launcher's process. If that process is kille
 message: the threads see the connection close, and each ends its process with its own message.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,8 +1,6 @@
 """The wait until all ranks of a run have found each other: in slices, so that a signal ends it, and with a
 line that says who is missing. torch would wait in native code, silent and deaf to signals."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -6,8 +6,6 @@ peers share a node. For experts, the same ``tp * cp * dp`` ranks of a stage have
 loader needs.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from datetime import timedelta

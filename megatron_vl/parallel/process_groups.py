@@ -9,8 +9,6 @@ Sharing does not prevent crashes. Ranks of the parity table once died of a corru
 two worker threads of one gloo group (see :mod:`megatron_vl.core_fixes.gloo_threads`).
 """
 
-from __future__ import annotations
-
 import gc
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The start of the ranks of a run: they join each other, and may be asked to stop before the first step."""
 
-from __future__ import annotations
-
 import math
 import signal
 

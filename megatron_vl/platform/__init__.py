@@ -4,8 +4,6 @@
 :mod:`megatron_vl.platform.cpu`), so it must be called before a Megatron-core module is built.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

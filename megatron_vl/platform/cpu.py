@@ -6,8 +6,6 @@ replaces functions of ``torch.cuda``, and a :class:`TorchFunctionMode` handles f
 It is not loaded on CUDA.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Any

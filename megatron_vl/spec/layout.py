@@ -6,8 +6,6 @@ entry also holds the vision tower and the embedding. The last entry also holds t
 layer. Both may have fewer decoder layers than the others, or none.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

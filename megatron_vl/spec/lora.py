@@ -17,8 +17,6 @@ PEFT's ``target_parameters``. The names of released matrices are those of the mo
 which PEFT's files use as well.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -12,8 +12,6 @@ are always in merge-unit order (frame, unit row, unit column, row in unit, colum
 of HF's processors.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

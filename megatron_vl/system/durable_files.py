@@ -6,8 +6,6 @@ folder with the new name. Each function that writes returns when all of this is 
 has either its old content or its new content.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

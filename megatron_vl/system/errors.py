@@ -3,8 +3,6 @@
 Any other error is a bug and is shown with its traceback.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Says what a folder is that was given where another one belongs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

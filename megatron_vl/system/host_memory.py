@@ -1,7 +1,5 @@
 """The host memory that this process may use, and what to say if it was too little."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """JSON files that a crash cannot truncate, and a digest that shows whether a file was changed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

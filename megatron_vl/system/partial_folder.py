@@ -5,8 +5,6 @@ which the writing process keeps locked. A killed job leaves it behind. The next 
 free, removes it and starts again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

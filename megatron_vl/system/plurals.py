@@ -1,7 +1,5 @@
 """Numbers with their nouns, for messages."""
 
-from __future__ import annotations
-
 
 def pluralize(shown_count: int | str, singular_noun: str) -> str:
     """``1 file`` or ``3 files``; ``1 micro-batch`` or ``2 micro-batches``.

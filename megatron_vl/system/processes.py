@@ -1,7 +1,5 @@
 """Processes: which of them run, how they end together, and the paths that they need to find the tools."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import multiprocessing

@@ -4,8 +4,6 @@ Recording costs one assignment. A thread regularly sends the record to rank 0 (s
 :mod:`megatron_vl.parallel.heartbeat`), and a rank that fails has it in its message.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The progress meter of all commands: what is done, the rate and the time left, on standard error."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

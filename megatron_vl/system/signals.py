@@ -10,8 +10,6 @@ remaining ranks when one has died; they end with the message of the dead rank (s
 :mod:`megatron_vl.parallel.failures`). ``python -m megatron_vl.launch`` forwards SIGUSR1 instead, and waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -5,8 +5,6 @@ data-parallel replica reads all of them and keeps its share. Training is not aff
 gradient and no training row (tests/training/test_run.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -3,8 +3,6 @@
 :class:`~megatron_vl.training.evaluation.Evaluate` is another one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

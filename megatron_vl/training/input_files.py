@@ -6,8 +6,6 @@ rank compares those that it reads itself. The files of weights and shards are no
 content hold their hashes. Of weights in a Hugging Face folder, a sample of values is compared.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable
 from pathlib import Path

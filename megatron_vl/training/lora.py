@@ -4,8 +4,6 @@ checkpoint.
 torch is imported only to look into files of weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -5,8 +5,6 @@ tokenizes all text. It needs no GPU and is not part of the process group. Its re
 that is interrupted is continued by the next one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Builds this rank's part of a run's model, with given or random weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_vl.config import TrainConfig

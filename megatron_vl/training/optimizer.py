@@ -1,7 +1,5 @@
 """AdamW through Megatron-core, learning rates for the parts of the model, and their schedules."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 They give torch's text, the estimate by part and the page of the documentation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import re

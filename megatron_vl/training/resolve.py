@@ -4,8 +4,6 @@
 result to the other ranks. No other code decides any of this.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Everything about a run that is decided before it starts (see :mod:`megatron_vl.training.resolve`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What a run says about itself at its start, and when it cannot continue."""
 
-from __future__ import annotations
-
 import shlex
 from datetime import timedelta
 from pathlib import Path

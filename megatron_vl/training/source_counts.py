@@ -1,7 +1,5 @@
 """Samples, loss tokens and losses by source of a blend: of a step, since the last line, and of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Each rank reads only its own parts, in any layout. A Hugging Face folder is read
 so that a rank gets bit for bit what ``megatron-vl convert`` would have written.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from converters.hf_checkpoint import HfCheckpoint

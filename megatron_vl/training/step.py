@@ -7,8 +7,6 @@ Core's own scaling by ranks and micro-batches is off (``calculate_per_token_loss
 :mod:`megatron_vl.models.transformer_configs`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Every command that trains or measures runs it: ``train``, ``bench`` and ``parity
 while is in :mod:`megatron_vl.training.hooks`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

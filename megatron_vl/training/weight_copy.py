@@ -6,8 +6,6 @@ parameters: a GPU that holds 3.7 billion weights of Qwen3-VL-30B-A3B needs 1,650
 ``torch._foreach_copy_`` makes the same copies with the same bits.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """The weights of a model under their canonical names, whatever stores them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from pathlib import Path
 

@@ -16,8 +16,6 @@ its own digest, so that damaged data is never used. The mapping from one cut to 
 Megatron-core, and nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import warnings

@@ -4,8 +4,6 @@ The digest depends neither on the layout nor on the type in which values are sto
 Hugging Face folder and the Megatron weights that were converted from it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

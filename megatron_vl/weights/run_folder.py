@@ -10,8 +10,6 @@ that nothing has to be remembered.
 Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import dataclass

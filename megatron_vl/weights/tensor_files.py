@@ -5,8 +5,6 @@ and files that are filled in place. A file consists of 8 bytes with the length o
 and the raw tensors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -6,8 +6,6 @@ from it name them in their manifest, and an exported folder in ``megatron_vl.jso
 rotary positions are those of the config in the manifest.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

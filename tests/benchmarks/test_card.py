@@ -1,7 +1,5 @@
 """A card's two sides learn the same, what differs shows, and its page shows the figures."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

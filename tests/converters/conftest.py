@@ -1,7 +1,5 @@
 """Removes checkpoints as soon as their test is over, because pytest would keep gigabytes of them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders with FP8 weights, as they are released."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Small Hugging Face folders with the structure of every released size."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

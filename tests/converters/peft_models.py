@@ -1,7 +1,5 @@
 """Adapters made by peft itself, for tiny models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows for more tokens: what transformers loads, what stays, and what trains."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

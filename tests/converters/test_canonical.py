@@ -3,8 +3,6 @@
 That the converted weights compute the same is what the parity table compares.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands in the forms that scripts rely on."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

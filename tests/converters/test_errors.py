@@ -1,7 +1,5 @@
 """Invalid input is refused by name, and nothing that looks like a checkpoint is left behind."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """FP8 weights are read as transformers reads them, and written as serving engines read them."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Adapters in PEFT's files: in and out in all layouts, and merged, compared with what peft does."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

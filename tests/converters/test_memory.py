@@ -1,7 +1,5 @@
 """The memory of a conversion depends on the size of its chunks, not of its tensors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Models of one shape are told apart: the digest of a model, and the base that adapters record."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

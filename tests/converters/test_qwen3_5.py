@@ -1,7 +1,5 @@
 """What only Qwen3.5 has: linear attention, output gates, float32 tensors and multi-token prediction."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

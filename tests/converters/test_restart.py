@@ -1,7 +1,5 @@
 """A killed conversion starts again and gives the same bytes; only complete folders have the name."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

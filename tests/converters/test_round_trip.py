@@ -1,8 +1,6 @@
 """HF -> Megatron -> HF gives back every byte for the structures of all sizes, all layouts and
 all naming styles."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

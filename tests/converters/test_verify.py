@@ -1,7 +1,5 @@
 """verify compares bit for bit and names what differs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

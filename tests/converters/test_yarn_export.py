@@ -1,7 +1,5 @@
 """An export says which rotary positions training saw, in config.json and in megatron_vl.json."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

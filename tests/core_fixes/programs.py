@@ -1,7 +1,5 @@
 """What the tests of this folder run in processes of their own (:func:`tests.support.ranks.call`)."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Finds where the packages reach into Megatron-core, Energon, Transformer Engine and torch, by reading their
 source."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass, field
 from functools import cache

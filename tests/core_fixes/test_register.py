@@ -1,7 +1,5 @@
 """What reaches into Megatron-core and its kin is in one register, whose entries are true and still needed."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.metadata

@@ -1,7 +1,5 @@
 """Data sets that several files of this folder mix."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Data sets for the tests: records with drawn media, converted by the data tool itself."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

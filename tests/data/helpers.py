@@ -1,7 +1,5 @@
 """Shared parts of the data tests: specs of the families, and media of any grid."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Drawn images and videos in many formats."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Iterable

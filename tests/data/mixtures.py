@@ -1,7 +1,5 @@
 """Data sets that are mixed, for the tests: two to blend, and a third one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

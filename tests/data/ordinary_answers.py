@@ -1,7 +1,5 @@
 """Ordinary answers of many kinds: none of them may be refused, and none may lose a word."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

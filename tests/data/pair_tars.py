@@ -1,7 +1,5 @@
 """Tars of image-text pairs for the tests, written as other tools write them."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

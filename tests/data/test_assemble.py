@@ -1,7 +1,5 @@
 """Compares positions and packed rows with transformers' own functions."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

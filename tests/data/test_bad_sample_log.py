@@ -1,7 +1,5 @@
 """At most ten samples of a reason are logged, whatever the number of the loader's processes."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The sources of a blend: what they are called, what they are known by, and how often they are drawn."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import islice
 from typing import Any

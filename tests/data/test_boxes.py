@@ -1,7 +1,5 @@
 """Boxes and points: golden values by hand, and boxes drawn on images as each family sees them."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io

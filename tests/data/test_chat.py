@@ -1,7 +1,5 @@
 """Compares text, tokens and loss mask with transformers, with a small vocabulary and the released one."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """A start notes where generation does not stop at the token that ends an answer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training uses, or counts and names, every sample of damaged data; nothing hangs or ends silently."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import io

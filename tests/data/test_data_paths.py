@@ -1,7 +1,5 @@
 """``data.path`` as a list of data sets, and as a folder of the parts of one."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What identifies a data set, and what reading its description costs."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

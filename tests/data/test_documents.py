@@ -1,7 +1,5 @@
 """Documents: tokens, loss and positions worked out by hand, cuts, and each part once a pass."""
 
-from __future__ import annotations
-
 import io
 from collections import Counter
 from dataclasses import replace

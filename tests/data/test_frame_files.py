@@ -1,7 +1,5 @@
 """Videos given as images: frames, times and pixels, worked out by hand and against qwen-vl-utils."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 

@@ -1,7 +1,5 @@
 """Images of every mode, depth and orientation against values worked out by hand, and damaged files."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Data tool, loader and rows are compared with the HF processor on the same conversations."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

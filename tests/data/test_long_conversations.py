@@ -1,7 +1,5 @@
 """Conversations longer than a row: cut at whole exchanges, by hand and as the template writes them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

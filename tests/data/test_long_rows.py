@@ -1,7 +1,5 @@
 """Rows of 1,048,576 tokens: what the loader plans, counts and sends of them."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Clips, times of images and limits of one medium: by hand, against qwen-vl-utils, and through the loader."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 The store is moto's S3 server on this machine, and rows are read through Energon's storage client.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Image-text pairs in tars that exist: indexed where they lie, and trained on as if they were converted."""
 
-from __future__ import annotations
-
 import io
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Compares pixels and token counts with the checkpoint's own HF processor."""
 
-from __future__ import annotations
-
 import io
 import json
 

@@ -2,8 +2,6 @@
 a role in a row, boxes and a point: from records through the loader to a step of training, with what the model
 sees written by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches that are planned from sizes: worked by hand, and the properties that a run relies on."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -12,8 +12,6 @@ positions of its Qwen3-VL):
 The vocabulary is Qwen2's released one with Qwen3.5's tokens for thinking and tools.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

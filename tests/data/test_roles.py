@@ -1,7 +1,5 @@
 """Orders of roles, images in results, digits of arguments, and conversations that end unfinished."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

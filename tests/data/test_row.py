@@ -1,7 +1,5 @@
 """Checks which tokens of a row get logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

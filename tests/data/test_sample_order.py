@@ -1,7 +1,5 @@
 """The order of samples by blocks of a shard: each sample once in an epoch, and any position at once."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

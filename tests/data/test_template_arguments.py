@@ -1,7 +1,5 @@
 """Arguments of the chat template: of a run, of a record, in states, sizes and exports."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

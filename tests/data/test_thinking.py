@@ -4,8 +4,6 @@ The vocabulary is Qwen2's released one with Qwen3.5's tokens for thinking and to
 end around thinking is the same in Qwen3.5's.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from functools import partial

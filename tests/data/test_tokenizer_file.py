@@ -16,7 +16,6 @@ from megatron_vl.config import parse_config
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resolve import resolve_run
-from tests.training.test_resolve import describe_data
 from toolkit.cli import main
 from toolkit.common.hf_loading import load_hf_processor
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
@@ -164,8 +163,12 @@ def test_added_tokens_keep_their_lstrip_and_rstrip(tmp_path):
 
 
 def run_fields(folder: Path, tmp_path: Path) -> list[str]:
-    if not (tmp_path / "data").exists():
-        describe_data(tmp_path / "data")
+    """Those of a run on a data set of one shard, which is not there."""
+    meta = tmp_path / "data" / ".nv-meta"
+    meta.mkdir(parents=True, exist_ok=True)
+    (meta / "split.yaml").write_text("split_parts: {train: [train-0.tar]}\nexclude: []\n")
+    (meta / ".info.json").write_text('{"shard_counts": {"train-0.tar": 1}}')
+    (meta / "dataset.yaml").write_text("{__module__: megatron.energon, __class__: CrudeWebdataset}\n")
     fields = ["--model.hf", str(folder), "--data.path", str(tmp_path / "data"), "--platform", "cpu"]
     return [*fields, "--data.seq_len", "512"]
 

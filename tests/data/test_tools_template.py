@@ -4,8 +4,6 @@ Without tools it is the released template of these families, and with tools that
 (both Apache-2.0). The expected text was written by hand from the two.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Each frame says its own number: eight squares, black or white, are its binary di
 checked by what the image shows, not by what another decoder says.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import multiprocessing

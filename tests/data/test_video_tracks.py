@@ -1,7 +1,5 @@
 """Which track of a video file is shown and how, and files that are cut, damaged or no video."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

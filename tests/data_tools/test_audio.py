@@ -1,7 +1,5 @@
 """No record with audio, which the models cannot hear, is trained on as if it were text."""
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the data tool: formats, splits, refusals, and what Energon finds afterwards."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import json

@@ -1,7 +1,5 @@
 """Records of documents: each form by hand, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every format: a record as its users write it, and the exact canonical messages."""
 
-from __future__ import annotations
-
 import json
 from datetime import datetime
 

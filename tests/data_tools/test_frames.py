@@ -1,7 +1,5 @@
 """Records whose videos are images: as users write them, through the conversion, to the loader."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The first of equal ids is found among any number of them."""
 
-from __future__ import annotations
-
 import random
 
 from data_tools import convert

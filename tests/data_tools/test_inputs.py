@@ -1,7 +1,5 @@
 """Tests of files other than plain JSON: tables with images in them, compressed files, folders, an index."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

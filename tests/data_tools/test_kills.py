@@ -1,7 +1,5 @@
 """A conversion that is killed, or ends with an error, leaves no data set; the next one is undisturbed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

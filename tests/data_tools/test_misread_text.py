@@ -1,7 +1,5 @@
 """Texts, results and numbers that a template or a parser would drop or read otherwise are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

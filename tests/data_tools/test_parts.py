@@ -1,7 +1,5 @@
 """A part of the records becomes a data set of its own; all parts together hold what one conversion holds."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

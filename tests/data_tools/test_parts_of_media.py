@@ -1,7 +1,5 @@
 """Keys that name a part of a medium are refused; those of its cost or origin are counted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records of questions and answers: CSV, columns, TRL, media without markers and in several folders."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

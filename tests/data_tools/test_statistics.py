@@ -1,7 +1,5 @@
 """What is counted from stored sizes is compared with the rows of the loader and with the records."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from pathlib import Path

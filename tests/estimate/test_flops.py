@@ -5,8 +5,6 @@ of SDPA in our modules), and our modules the padded columns of the vision FFN; w
 is added here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """What planning knows of a run with LoRA: parameters, memory, time and the layouts that are found."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

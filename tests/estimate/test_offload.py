@@ -1,7 +1,5 @@
 """The share of the optimizer state that has to be in host memory, by the estimate."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

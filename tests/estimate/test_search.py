@@ -1,7 +1,5 @@
 """The search finds what was measured to be best, and everything that it finds is a run that would start."""
 
-from __future__ import annotations
-
 import math
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The closed form by hand, splits of layers, and what must follow from the fields."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

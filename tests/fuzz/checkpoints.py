@@ -8,8 +8,6 @@ the trainer's own function into a built model. What comes out must be, bit for b
 checkpoint gives, or a refusal that names the damaged file, or the tensor or field in it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

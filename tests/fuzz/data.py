@@ -6,8 +6,6 @@ Nothing may hang, crash, exhaust the memory or be dropped uncounted: records in 
 every sample of the shards is in a row or named among the dropped ones.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

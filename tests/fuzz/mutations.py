@@ -1,7 +1,5 @@
 """Changes of bytes and of JSON values, drawn from a generator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from random import Random
 from typing import Any

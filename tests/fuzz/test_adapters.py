@@ -6,8 +6,6 @@ Some folders have the names of transformers before 4.52. The merged model must b
 or a refusal that is due. What is exported again must merge in PEFT to the same model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

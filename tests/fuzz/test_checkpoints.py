@@ -1,8 +1,6 @@
 """Damaged checkpoints through merge, export and resume; the long run is
 ``python -m tests.fuzz.checkpoints --count 500``."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

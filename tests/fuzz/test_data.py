@@ -1,7 +1,5 @@
 """A small part of the fuzzing of the data path; the whole: ``python -m tests.fuzz.data --count 5000``."""
 
-from __future__ import annotations
-
 import pytest
 
 from .data import fuzz_loader, fuzz_tool

@@ -7,8 +7,6 @@ of 8,192 tokens has eleven sequences. It prints errors (relative L2) and the tim
 pass, and returns exit code 1 if the backend that ``auto`` takes is wrong.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 

@@ -6,8 +6,6 @@ Losses with optimizer state in host memory are those without, bit for bit, for m
 small checkpoint has the released head dimensions. Prints one line per check; exit code 1 if one fails.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

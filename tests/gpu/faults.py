@@ -5,8 +5,6 @@
 It prints one line a fault and returns exit code 1 if one is not as it should be. Ninety seconds on two H200.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

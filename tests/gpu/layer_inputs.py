@@ -8,8 +8,6 @@ flight, as in a pipeline. Nothing waits for the GPU in between. Exit code 1 when
 device kept more than two inputs of a row.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

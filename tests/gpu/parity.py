@@ -15,8 +15,6 @@ their error grows with the rows in a call: about 2 % for 400 patches, 4 to 6 % f
 all images of a row in one call; the reference takes one sample after another.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the programs of this folder share: a line for each result, and the options of all."""
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 from pathlib import Path

@@ -6,8 +6,6 @@
 interpreter does not multiply bfloat16.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the checks of linear attention share: rates of decays, and relative errors."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 RATES = {"as initialised": (0.01, 16.0), "slow": (0.001, 0.02), "mixed": (0.001, 4.0)}

@@ -1,7 +1,5 @@
 """Linear attention of ranks that share a row, beside that of one rank with the whole row."""
 
-from __future__ import annotations
-
 import os
 
 import torch

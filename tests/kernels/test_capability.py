@@ -1,7 +1,5 @@
 """What a GPU is too old for is replaced or refused by name, for each generation; capabilities are faked."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType

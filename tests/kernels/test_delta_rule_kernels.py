@@ -1,7 +1,5 @@
 """The Triton kernels of linear attention compute what torch computes in float64, gradients included."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

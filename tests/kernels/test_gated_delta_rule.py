@@ -1,7 +1,5 @@
 """The packed delta rule equals that of ``transformers``, sequence by sequence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Master weights come back bit for bit from the model's weights and 16 more bits, ties included."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

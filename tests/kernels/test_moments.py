@@ -1,7 +1,5 @@
 """Moments are rounded to one of the two bf16 numbers beside them, right on average, always the same way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Ranks that share a row compute what one rank computes, and exchange what the route says."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_vl.kernels.linear_attention.shard_exchange import shard_route

@@ -1,7 +1,5 @@
 """How a backend of attention is chosen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

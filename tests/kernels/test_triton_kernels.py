@@ -3,8 +3,6 @@
 For timings on a GPU, see benchmarks/tower_attention.py and experts.py.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

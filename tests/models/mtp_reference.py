@@ -7,8 +7,6 @@ hidden state of t, in this order, and run one layer with full attention at the p
 model's output layer. Norms, softmax, rotation and losses are computed in float32.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Functions that the tests of this folder run in separate processes (:func:`tests.support.ranks.call`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

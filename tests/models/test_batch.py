@@ -1,7 +1,5 @@
 """Rows and segments on a device."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Gradients of the embedding are added to the rows of its tokens, with the bits of the whole gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

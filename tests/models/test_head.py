@@ -1,7 +1,5 @@
 """Losses of chosen tokens equal those with all logits."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

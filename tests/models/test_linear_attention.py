@@ -1,7 +1,5 @@
 """What a model with linear attention refuses, and where its random weights are drawn."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Multi-token prediction computes and trains what the serving engines draft with, in every layout."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

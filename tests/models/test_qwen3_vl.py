@@ -1,7 +1,5 @@
 """Compares the parts of Qwen3-VL with transformers' own functions, and checks its config."""
 
-from __future__ import annotations
-
 import copy
 import json
 

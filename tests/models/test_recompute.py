@@ -1,7 +1,5 @@
 """The tensor that autograd need not keep is found by what it is, not by its address alone."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 

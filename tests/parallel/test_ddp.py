@@ -1,7 +1,5 @@
 """Our DDP gathers parameters when Megatron-core's does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

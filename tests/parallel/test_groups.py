@@ -1,7 +1,5 @@
 """Successive layouts in the same processes share their groups; tests how gloo groups are made and ended."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who is at fault when nothing goes on, and when that is said: decided from lines that are made here."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Ranks and nodes that never come are named, at their address, and a signal ends the wait for them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -7,8 +7,6 @@ cases of :data:`PLAIN_CASES` and those written with :func:`quick`, so that every
 (:mod:`.choice`); ``make test-full`` runs all. The support matrix (:mod:`.matrix`) counts them by itself.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

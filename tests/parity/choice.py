@@ -2,8 +2,6 @@
 way to divide a step's work, each family in the ways that meet its own code, and YaRN with TP, PP, CP and EP.
 ``make test-full`` runs the whole table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ stream of its own: ranks that start two collectives in different orders can wait
 group by itself sees the same sequence. Messages between two ranks (send, receive) are not compared.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable

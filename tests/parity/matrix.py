@@ -5,8 +5,6 @@ from the settings of the parity table (:mod:`tests.parity.cases`); what other te
 :data:`PROOFS`. Nothing here imports torch. ``tests/test_docs_generated.py`` checks that every test exists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property

@@ -1,7 +1,5 @@
 """Loss and gradients of documents equal those of transformers on the same tokens."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

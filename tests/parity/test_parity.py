@@ -4,8 +4,6 @@ One group is started for each number of ranks and runs all of that number's chos
 case's result.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ trainer's checkpoint, which is read back as full tensors. This checks both that 
 and that nothing is lost or misplaced on disk.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Hostile content whose success is visible: it creates a file."""
 
-from __future__ import annotations
-
 import ast
 import json
 import pickle

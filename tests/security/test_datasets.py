@@ -1,8 +1,6 @@
 """Untrusted data sets: descriptions that name code, names that lead away, pickles, sizes that
 fill the memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import resource

@@ -1,7 +1,5 @@
 """What `megatron-vl evaluate` keeps VLMEvalKit and untrusted tables from."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import subprocess

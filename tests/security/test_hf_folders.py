@@ -1,7 +1,5 @@
 """Untrusted Hugging Face folders: pickles, code of their own, templates, names that lead away."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

@@ -4,8 +4,6 @@ tests/data_tools/test_convert.py tests why single references are refused; here, 
 the data set.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import resource

@@ -1,7 +1,5 @@
 """Shows that the other tests of this folder can fail: each executed payload leaves its mark."""
 
-from __future__ import annotations
-
 import pickle
 import runpy
 

@@ -1,7 +1,5 @@
 """Untrusted checkpoints of runs: no pickle is opened, no name leaves its folder, no state names a class."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """A field that a config.json leaves out is read as transformers' config classes read it, or refused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

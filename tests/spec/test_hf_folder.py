@@ -1,7 +1,5 @@
 """Hugging Face folders that contradict themselves, or were not downloaded, are refused by every reader."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -7,8 +7,6 @@ positions. Group i of a video is at time i in Qwen2-VL, and at int(i x seconds o
 in Qwen2.5-VL (2 in all released sizes).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """YaRN is read from every place of a config as transformers means it, and never left out."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -6,8 +6,6 @@ Modules are made on torch's meta device, and the process groups are torch's fake
 of every rank. Apart from that, it builds what the trainer builds, with the modules of the CPU platform.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron-core's config of a layer with small experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.nn.functional as F

@@ -2,11 +2,9 @@
 
     python -m tests.support.faulty_rank FAULT RANK STEP MOMENT OPTIONS OF THE TRAINING
 
-As soon as the log has STEP more lines and, after that, MOMENT has come (``step``, ``save``, ``saved``,
-``export``, or a number of seconds), a thread of rank RANK does it: the fault is real, only its cause is not.
+As soon as the log has STEP more lines and, after that, MOMENT has come (``step``, ``save``, ``saved``
+or a number of seconds), a thread of rank RANK does it: the fault is real, only its cause is not.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -65,40 +63,6 @@ def exhaust_gpu() -> None:
         time.sleep(0.002)
 
 
-def fill_disk() -> None:
-    """The export cannot write more than 64 KiB into a file."""
-    for process in exports():
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-
-
-def exports() -> list[psutil.Process]:
-    """The processes that export a saved step, once they write."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            if "toolkit.weights.export_step" in process.cmdline():
-                found.append(process)
-    return found
-
-
-def is_half_done(run: Path) -> bool:
-    """Whether an export has written files and has not finished. If so, it stands still until SIGCONT."""
-    if not has_files(run):
-        return False
-    found = exports()
-    for process in found:
-        process.suspend()
-    if found and has_files(run):
-        return True
-    for process in found:
-        process.resume()
-    return False
-
-
-def has_files(run: Path) -> bool:
-    return any(path.is_file() for path in run.glob("hf/*.partial/*"))
-
-
 def slow_disk() -> None:
     """From now on the disk takes longer for a file of tensors than ``failures.timeout_s``, once."""
     real, slow_once = os.fsync, iter([True])
@@ -126,7 +90,6 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill_loader": kill_loader,
     "exhaust": exhaust,
     "exhaust_gpu": exhaust_gpu,
-    "fill_disk": fill_disk,
     "slow_disk": slow_disk,
 }
 
@@ -145,9 +108,6 @@ def wait_and_do(fault: str, run: Path, count: int, moment: str) -> None:
     elif moment == "saved":
         while find_latest_checkpoint(run) is None:
             time.sleep(0.01)
-    elif moment == "export":
-        while not (exports() if fault == "fill_disk" else is_half_done(run)):
-            time.sleep(0.002)
     elif moment != "step":
         time.sleep(float(moment))
     told = {"at": time.time(), "saving": bool(list(run.glob("step_*.partial")))}

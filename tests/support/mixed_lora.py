@@ -1,7 +1,5 @@
 """Adapters that differ in rank or alpha, as a manifest records them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vl.config import LoraConfig

@@ -1,7 +1,5 @@
 """What a run will do under its own layout, and what a stage of it holds."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import yaml

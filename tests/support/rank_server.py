@@ -9,8 +9,6 @@ process is in the same state as a new one. It reads one pickled :class:`Job` aft
 torchrun, it ends the other ranks when one fails.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

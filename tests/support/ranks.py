@@ -5,8 +5,6 @@ globally and groups of ranks are groups of processes. Tests of the start itself 
 the demo) start new processes instead.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

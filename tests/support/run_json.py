@@ -1,7 +1,5 @@
 """A step folder's ``run.json``, with the digest that a run writes and that readers check."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small run of the trainer: model, weights, data, and the command line that starts it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

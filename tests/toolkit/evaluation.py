@@ -1,7 +1,5 @@
 """Images, tables, a video and checkpoints for the tests of `megatron-vl evaluate`."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io

@@ -3,8 +3,6 @@
 python -m tests.toolkit.forked_program OUT_FOLDER [failing rank]
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``eval.answers``: the last step of a run that is done answers samples of the split."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

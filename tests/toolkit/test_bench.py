@@ -1,7 +1,5 @@
 """The benchmark counts what it ran, its parts lie where they should, and FSDP2 trains the same model."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

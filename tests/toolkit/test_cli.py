@@ -1,7 +1,5 @@
 """Small errors are reported before anything heavy is imported."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

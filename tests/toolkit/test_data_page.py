@@ -1,7 +1,5 @@
 """``megatron-vl data show`` on records that try to get into the page."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

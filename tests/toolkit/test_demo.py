@@ -1,7 +1,5 @@
 """The demo passes its own checks, and they fail if something is wrong. `make demo` runs it in the CI, too."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Runs doctor on this machine, and on a broken installation."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """`megatron-vl evaluate` with the real VLMEvalKit: an example's script from shards to scores,
 damage, refused tables."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import io

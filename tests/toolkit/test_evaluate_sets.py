@@ -1,7 +1,5 @@
 """`megatron-vl evaluate` on VLMEvalKit's sets of dialogues, several tables and videos."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

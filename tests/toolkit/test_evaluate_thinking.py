@@ -1,7 +1,5 @@
 """`megatron-vl evaluate` with models that think: prompts, answers, and answers that never came."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

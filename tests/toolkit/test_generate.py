@@ -1,7 +1,5 @@
 """`generate` answers as `transformers` does after its own processor, token for token."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Videos in transformers follow the released models: its positions, and the text for its processors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Groups of processes on CPU are forks of one process that has imported what they need."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

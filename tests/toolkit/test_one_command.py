@@ -1,7 +1,5 @@
 """`megatron-vl train` on records as they are, and on a model's name."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

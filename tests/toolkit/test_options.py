@@ -1,7 +1,5 @@
 """Every command's options have one spelling and an explanation; old spellings work; help is fast."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """In the parity command, all layouts agree with transformers, and a damaged checkpoint's layer is named."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

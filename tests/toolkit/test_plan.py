@@ -1,8 +1,6 @@
 """Compares memory estimates with measurements; every shipped example can be built and fits the GPUs
 that it names."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

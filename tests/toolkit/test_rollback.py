@@ -3,8 +3,6 @@
 What a run then trains is in ``tests/training/test_keeping.py``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

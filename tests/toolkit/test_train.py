@@ -1,8 +1,6 @@
 """``megatron-vl train``: how it reads the environment, what ``--dry-run`` prints, and a real start
 of two ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

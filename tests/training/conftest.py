@@ -1,7 +1,5 @@
 """Small models and data sets that the tests of the trainer share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 documents on their way.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

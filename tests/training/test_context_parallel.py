@@ -1,7 +1,5 @@
 """Context parallelism beyond the parity table: how rows are cut, checkpoints, conversations, refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

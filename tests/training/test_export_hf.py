@@ -1,8 +1,6 @@
 """Hugging Face folders of saved steps (``checkpoint.export_hf``): made while the training goes on, whole or
 not there, made up for at the next start."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

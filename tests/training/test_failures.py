@@ -4,8 +4,6 @@ Nobody ends the other ranks when one fails, as nobody would on other nodes. Over
 closes its connections, and the others would report that; over NCCL they would wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ time, with a message that says who and where, nothing of the job stays alive, an
 Nobody ends the ranks here, as if each had its own node: a launcher would only be quicker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

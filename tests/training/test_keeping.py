@@ -1,8 +1,6 @@
 """What a run keeps: the last good and the best checkpoint, lines and validations through kills, and its
 folder from other runs, also where a file system has no locks."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """LoRA trains alike in every layout, the base is untouched, and checkpoints hold LoRA alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """A printed line holds the numbers of all ranks; lists come from the ranks that have some, and only then."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

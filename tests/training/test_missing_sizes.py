@@ -1,7 +1,5 @@
 """The process that writes missing sizes ends with the rank that started it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import shutil
 import time

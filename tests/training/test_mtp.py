@@ -1,7 +1,5 @@
 """A run with multi-token prediction: its log, its checkpoints, exports, and switching it on and off."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A run with optimizer state in host memory is that without, bit for bit, and the state moves."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Learning rates, the division and clipping of gradients, and what happens at a step that must be skipped."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -2,8 +2,6 @@
 hold it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a rank says when it has no memory left. The lack itself is tested in test_faults.py and on GPUs."""
 
-from __future__ import annotations
-
 import errno
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces of chosen steps (the section ``profile``): the steps that were asked for, and no other effect."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import operator

@@ -1,7 +1,5 @@
 """Problems that are refused or noted before anything starts, from fields and paths alone."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ is counted on.
 The trainer itself runs several trainings on one rank in one process; its output is what a user reads.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

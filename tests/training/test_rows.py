@@ -1,7 +1,5 @@
 """A row arrives as it was on its owner; the images of a step are spread evenly, at frames."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer as users start it, with real data, four ranks, checkpoints, resume and export."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tarfile

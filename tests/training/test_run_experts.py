@@ -1,7 +1,5 @@
 """The trainer with experts: its log, and checkpoints of expert parallelism that go on in other layouts."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A signal makes all ranks save and end together; a dead rank does not keep the others waiting."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -3,8 +3,6 @@
 What concerns W&B needs its package (the extra ``wandb``) and no network: the runs are offline.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """Losses and counts by source: in a printed line, and in layouts of several ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

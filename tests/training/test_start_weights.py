@@ -1,7 +1,5 @@
 """A run that starts from a Hugging Face folder gets bit for bit what a conversion would have written."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

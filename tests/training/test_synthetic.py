@@ -1,7 +1,5 @@
 """Runs on random rows: the same rows in every layout, and a resumed run continues in them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import islice

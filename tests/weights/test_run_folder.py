@@ -1,7 +1,5 @@
 """Which checkpoint of a run's folder is the latest; without torch."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

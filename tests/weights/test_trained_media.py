@@ -1,7 +1,5 @@
 """Exports name the limits of pixels and frames of training, and say where the processor config has others."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The on-disk format: cuts and their inverses, any slice from any layout, and a manifest that
 is always true."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """``megatron-vl bench``: measures how fast a model trains, and where its time goes."""
 
-from __future__ import annotations
-
 import os
 
 from megatron_vl.config import validate_config

@@ -4,8 +4,6 @@ The trainer's own metrics give work, speed and memory. ``benchmarks.fsdp2`` comp
 its FLOPs are counted in the same way. ``mfu_all_tokens`` counts the output layer for every token, as most do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

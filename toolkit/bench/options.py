@@ -1,7 +1,5 @@
 """Options of ``megatron-vl bench``, and the run that they describe."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 

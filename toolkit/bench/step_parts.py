@@ -12,8 +12,6 @@ that the host never waits for them. Waits for other ranks count for the part tha
 - ``idle``: the rest of the step; in a pipeline, mostly the bubble.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """``megatron-vl checkpoint``: describes, checks and rolls back a run's checkpoints, and restarts its data."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

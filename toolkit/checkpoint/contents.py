@@ -1,7 +1,5 @@
 """Finds a run's checkpoints and checks them against their hashes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

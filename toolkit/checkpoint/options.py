@@ -1,7 +1,5 @@
 """Options of the commands about a run's checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Both happen at once and are not remembered: what a run does next depends only on what is in its folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ run the code that ``auto_map`` names, falls back to ``torch.load`` if there are 
 ``adapter_config.json`` to another model, and downloads kernels that ``config.json`` names as its attention.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The templates of the HTML pages that commands write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined

@@ -1,7 +1,5 @@
 """Starts groups of Python processes, one per rank, as torchrun does for a training run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Parses parallel layouts from the command line, such as ``tp2sp``, ``tp2pp2vpp2`` or ``pp2:layers=1-3``."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

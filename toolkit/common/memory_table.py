@@ -1,7 +1,5 @@
 """The memory of a GPU of each pipeline stage as a table."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

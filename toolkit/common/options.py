@@ -8,8 +8,6 @@ words are left to :func:`megatron_vl.config.parse_config`.
 Nothing here imports torch, so that ``--help`` and errors in command lines appear at once.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Turns conversations with media into samples and prompts with the loader's functions, without a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ M-RoPE sections of different lengths, more embedding rows than tokens, and stack
 dimension first.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Writes the page of ``megatron-vl data show``: one HTML file with embedded images, no scripts."""
 
-from __future__ import annotations
-
 import base64
 import io
 from itertools import pairwise

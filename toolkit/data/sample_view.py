@@ -1,7 +1,5 @@
 """One sample as the model sees it."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What a data set holds, as tables and as JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """``megatron-vl demo``: the README's commands one after the other, on CPU, and a table of what they prove."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -4,8 +4,6 @@ The images are photographs of scikit-image or, if it is not installed, drawings.
 this package, because encoders write other bytes on other machines.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -5,8 +5,6 @@ results agree with the trainer's, they confirm the data tool, the loader, the pa
 checkpoint and the export together.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank of an all-reduce: ``torchrun -m toolkit.doctor.all_reduce nccl|gloo``. Rank 0 prints a line."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """``megatron-vl doctor``: finds what is wrong with this machine and says how to fix it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

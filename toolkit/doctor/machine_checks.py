@@ -3,8 +3,6 @@
 Packages are imported in separate processes, so that one that crashes at import is reported as a finding.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

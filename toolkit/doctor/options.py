@@ -1,7 +1,5 @@
 """Options of ``megatron-vl doctor``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from toolkit.common.options import CommandOptions

@@ -1,7 +1,5 @@
 """The one adapter through which every checkpoint is asked: one type, greedy, media as in training."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path

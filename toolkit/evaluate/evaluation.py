@@ -1,7 +1,5 @@
 """Runs one evaluation: exports, tensors, VLMEvalKit, answers, scores."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Where VLMEvalKit runs: it evaluates cells and answers as Python, unpickles files, and downloads."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

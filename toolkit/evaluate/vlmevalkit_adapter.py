@@ -4,8 +4,6 @@ It registers the checkpoints of a job as models of VLMEvalKit and calls VLMEvalK
 shares the questions between processes under torchrun, goes on after an interruption, and scores.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import json

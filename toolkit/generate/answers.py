@@ -1,7 +1,5 @@
 """Exports a run if need be, encodes prompts as in training, and lets ``transformers`` answer them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """``megatron-vl generate``: answers prompts with ``transformers``."""
 
-from __future__ import annotations
-
 import sys
 
 from megatron_vl.config import parse_config

@@ -1,7 +1,5 @@
 """Options of ``megatron-vl generate``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal

@@ -5,8 +5,6 @@ are in the tower's order in both. Tokens are those of all samples, one after ano
 are compared where the trainer computes them (:func:`megatron_vl.data.packing.training_row.loss_index`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Defines a case of the comparison (one layout of one model), and has the trainer build it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """``megatron-vl parity``: compares loss, logits, activations and gradients with ``transformers``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@
 compares.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Relative errors of tensors, also of those that the ranks hold in parts."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 

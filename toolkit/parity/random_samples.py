@@ -1,7 +1,5 @@
 """Makes random samples of every kind (text, images, videos, mixtures), as small as possible."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample

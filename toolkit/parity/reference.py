@@ -5,8 +5,6 @@ they convert gradients as well. The padded rows and columns of the reference are
 model must be zero too.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence

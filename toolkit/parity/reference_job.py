@@ -7,8 +7,6 @@ own, which frees its memory before the layouts run. Images and text then go thro
 processor in ``transformers``.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import hashlib

@@ -7,8 +7,6 @@ and the pass has its schedule, DDP and gradient finalisation. ``megatron-vl pari
 program. Rank 0 computes a reference that does not exist yet.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

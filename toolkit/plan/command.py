@@ -1,7 +1,5 @@
 """``megatron-vl plan``: lists the layouts of a run that fit."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Options of ``megatron-vl plan``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Prints a plan: the layouts that fit, and the first one with its stages and memory."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``megatron-vl train``: starts the ranks of a run, acts as one of them, or checks it (``--dry-run``)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """``train --dry-run``: makes every check of a start, and prints the run that would start."""
 
-from __future__ import annotations
-
 import math
 
 from megatron_vl.config import TrainConfig

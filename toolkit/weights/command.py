@@ -1,7 +1,5 @@
 """``megatron-vl convert | split | merge | export | verify``: converts weights between all layouts."""
 
-from __future__ import annotations
-
 from converters.add_tokens import add_tokens
 from converters.compare import compare_weights, verify_checkpoint_hashes
 from converters.convert import (

@@ -6,8 +6,6 @@ The argument holds the fields of :class:`ExportJob`. After a failure, the last l
 the reason, and nothing is left on the disk, which the training needs more than the export does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Options of the commands about weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ Everything that depends on the data is computed here, on the CPU. Nothing is dec
 their pixel planes (see :mod:`megatron_vl.data.sample.images`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate

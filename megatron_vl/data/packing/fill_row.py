@@ -6,8 +6,6 @@ COCO images at their original size plus text, 64 samples to choose from, 4,096 /
 99.99 % here.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 UNREACHED_PATCHES = 1 << 30

@@ -8,8 +8,6 @@ Each round gives many rows one sample each, in one vectorised operation. Only in
 ones keep their order, because sums of floats and unstable sorts differ between processors.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import combinations
 

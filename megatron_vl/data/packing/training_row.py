@@ -8,8 +8,6 @@ the GPU to learn a number.
 Shape legend: S seq_len, P patches of the row, Q distinct pixel planes, N merged features (P / merge_unit).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

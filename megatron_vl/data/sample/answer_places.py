@@ -4,8 +4,6 @@ Released templates have no ``{% generation %}`` marks, so an answer is what chan
 there.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ counts thousandths) and its ``frame`` of reference. They are written when the sa
 pixels of the resized image follow from the limits of the run. ``docs/boxes.md`` says more.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence

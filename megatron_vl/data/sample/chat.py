@@ -19,8 +19,6 @@ weights of others multiply the losses of their tokens. :mod:`.thinking` says wha
 template writes thinking.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The chat template of a run: the checkpoint's, or the one that ``data.chat_template`` names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

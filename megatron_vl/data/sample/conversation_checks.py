@@ -7,8 +7,6 @@ Control tokens in a text are refused rather than encoded as text. Serving engine
 the same text in a request would end the turn. Most often they are left over from a rendered conversation.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

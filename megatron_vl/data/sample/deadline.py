@@ -1,7 +1,5 @@
 """A limit on the time that one sample may take."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ and the end token are trained on, and none of media: neither placeholders, nor t
 timestamps. ``docs/pretraining-data.md`` names the sources.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

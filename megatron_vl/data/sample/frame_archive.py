@@ -5,8 +5,6 @@ The archive's comment says how many images there are in a second and how they ar
 always give the same bytes. Any program for zip archives can open the file.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

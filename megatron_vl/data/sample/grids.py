@@ -27,8 +27,6 @@ place of its constants. A medium that would exceed the run's largest area or num
 clip, times count from its first frame.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

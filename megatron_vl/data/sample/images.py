@@ -5,8 +5,6 @@ Resampling is that of the checkpoint's own processor. Pixels stay uint8 until th
 of HF's ``pixel_values`` and gives the same numbers after normalisation.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The loader makes grids and pixels of what was stored then.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from pathlib import PurePosixPath

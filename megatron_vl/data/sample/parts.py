@@ -8,8 +8,6 @@ boxes is not cut, because a part might lack their image; neither is a conversati
 the start.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The settings of the checkpoint's image and video processor, with the overrides of ``data``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The tokens at which generation stops, and whether an answer that was trained on ends with one of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

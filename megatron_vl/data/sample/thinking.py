@@ -21,8 +21,6 @@ always what the template writes. Only the loss mask depends on the options:
 :func:`split_thinking` separates the block from the answer in generated text.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megatron_vl.config import DataConfig

@@ -6,8 +6,6 @@ their pattern joins combining marks to letters, so that it gives other ids than 
 44297).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from typing import Any

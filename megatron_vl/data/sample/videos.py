@@ -8,8 +8,6 @@ after a key frame depends on one before it. Frames are identified by their times
 (packets without times, another number of frames, a damaged frame), the file is decoded from its start.
 """
 
-from __future__ import annotations
-
 import io
 import operator
 import struct

@@ -4,8 +4,6 @@ Neither JSON nor a chat template writes a float so. A mark around the digits, as
 is removed from what they write.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples that training could not use: lists them, counts them by reason, and limits their share."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass

@@ -5,8 +5,6 @@ A source is one data set that a metadataset names. Everything here follows from 
 compared with those of a run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The shards of a split, with the stored sizes of their samples and readers of single samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

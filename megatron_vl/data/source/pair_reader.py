@@ -5,8 +5,6 @@ its image, which comes from the image's header, and the bytes of the image. Name
 and shown; nothing is unpacked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tarfile

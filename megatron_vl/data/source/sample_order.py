@@ -7,8 +7,6 @@ the data set. One pass of a blend by repetitions is a permutation too: each data
 it repeats. Nothing depends on ranks or processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache

@@ -23,8 +23,6 @@ reads them.
 the pages that it needs, and the processes of a node share them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

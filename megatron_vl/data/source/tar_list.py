@@ -4,8 +4,6 @@
 unless that is the folder of the data set. A converted data set has no such file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ of a worker. Here every index of the data set yields a sample or a description o
 that the order of samples and saved states stay valid.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 import queue

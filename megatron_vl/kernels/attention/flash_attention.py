@@ -4,8 +4,6 @@ Its backward pass is wrong for some sizes of heads: in 4.0.0b36, dQ of heads of 
 of 1.3, without a message. So :func:`largest_gradient_error` compares it with float32 before a run uses it.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 

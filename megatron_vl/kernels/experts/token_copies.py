@@ -5,8 +5,6 @@
 kernels run on a GPU and in Triton's interpreter, torch code elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 

@@ -16,8 +16,6 @@ torch code. On a GPU, float32 inputs of the rule use it too, because the rule's 
 precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ The host computes from the bounds of the whole row which ranks hold tokens of a 
 reads a number from its device.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ second moment are restored bit for bit, and 2 of the master weight's 4 bytes nee
 A Triton kernel runs on a GPU and in Triton's interpreter, torch code elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -12,8 +12,6 @@ these once, after launching everything that does not depend on them. While rows 
 probabilities are turned into positions. Gradients take the same paths back, without such a wait.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -10,8 +10,6 @@ A model has many experts, so the host avoids work per expert: the kernel adds we
 (:meth:`GroupedExperts.report_to`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -19,8 +19,6 @@ loss nor in the experts' load. Each row comes with a mask of its padding (``padd
 padding has no mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any

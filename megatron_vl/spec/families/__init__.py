@@ -1,7 +1,5 @@
 """Model families. Each has one file and one line in :data:`FAMILIES`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

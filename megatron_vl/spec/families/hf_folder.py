@@ -4,8 +4,6 @@ Every command reads a folder's config here, so that all of them refuse the same 
 contradict each other, of which one would be read in silence, and those with files that were not downloaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

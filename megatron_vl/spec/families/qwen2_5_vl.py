@@ -4,8 +4,6 @@ The tower has RMSNorm, a SwiGLU MLP, and 112-pixel windows with full attention i
 ``transformers.models.qwen2_5_vl`` (arXiv 2502.13923).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vl.spec.families.base import (

@@ -4,8 +4,6 @@ The tower has LayerNorm, a quick-GELU MLP, and full attention within each frame.
 ``transformers.models.qwen2_vl`` (arXiv 2409.12191).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron_vl.spec.families.base import (

@@ -8,8 +8,6 @@ Released checkpoints hold one more layer, ``mtp.*``, which predicts the token af
 train it (:mod:`megatron_vl.models.mtp`). Otherwise it is not part of the model, and exports copy it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

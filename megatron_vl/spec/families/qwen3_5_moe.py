@@ -9,8 +9,6 @@ Reference: ``transformers.models.qwen3_5_moe``. It has no dense layers and does 
 ``decoder_sparse_step`` or ``norm_topk_prob``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -4,8 +4,6 @@ The tower has LayerNorm, a learned position table and DeepStack; the language mo
 interleaved M-RoPE. Reference: ``transformers.models.qwen3_vl`` (arXiv 2511.21631).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from math import isqrt
 from typing import Any

@@ -15,8 +15,6 @@ The reference is ``transformers.models.qwen3_vl_moe`` (arXiv 2511.21631) of tran
 * ``save_pretrained`` writes ``num_experts`` as ``num_local_experts``; both are read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ is none, from ``rope_parameters``. It does not see YaRN in the second place, or 
 Here, YaRN counts wherever it stands.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Moves an optimizer's state into chunks, in host memory and on the device."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

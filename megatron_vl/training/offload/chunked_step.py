@@ -1,8 +1,6 @@
 """The update of an optimizer some of whose state is in chunks, and the copies of these chunks to the device
 and back."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Each of them is a :class:`MetricsSink`. :func:`open_metrics_sinks` opens those t
 A new one needs a subclass and a line in that function.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -7,8 +7,6 @@ the device. Under context parallelism, each rank then keeps its part of the rows
 (:mod:`megatron_vl.training.rows.row_shards`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A row is sent as a header, which is small and goes first, and as flat buffers, i
 after another. :data:`_SENT_TENSORS` lists all tensors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from operator import attrgetter

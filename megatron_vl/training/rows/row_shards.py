@@ -10,8 +10,6 @@ of the replica (:mod:`megatron_vl.models.frame_shares`). All ranks compute the s
 frames. The owner sends each rank one message of pixels and one of indices.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from bisect import bisect_left, bisect_right

@@ -7,8 +7,6 @@ missing at the next start, because of a kill or a full disk, it is exported then
 still exists.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

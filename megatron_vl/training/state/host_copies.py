@@ -1,7 +1,5 @@
 """Copies of a rank's state in host memory, made in the background while training continues."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

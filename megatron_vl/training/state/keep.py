@@ -1,8 +1,6 @@
 """Keeps a run's folder: one run writes to it, checkpoints that are not needed any more are deleted, and those
 with the best validation loss stay."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

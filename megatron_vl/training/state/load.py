@@ -1,7 +1,5 @@
 """Loads a checkpoint into any layout, whichever layout wrote it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

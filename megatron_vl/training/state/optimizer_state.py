@@ -16,8 +16,6 @@ SHARD is the rank in tensor (or expert tensor) parallelism, FILE an index into `
 each of :data:`STATE_KINDS`, and STEP is Adam's step count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """The fields of a run that a checkpoint records, and what has changed since it was saved."""
 
-from __future__ import annotations
-
 import dataclasses
 import operator
 from typing import Any

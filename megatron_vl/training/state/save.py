@@ -14,8 +14,6 @@ writes a marker when its files are on disk, and rank 0 gives the folder its fina
 So a checkpoint has this name only when it is complete, and a crash at any moment leaves the last good one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

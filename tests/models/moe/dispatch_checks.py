@@ -7,8 +7,6 @@ tests.models.moe.dispatch_checks --gpu``). An expert here is tanh of its own sca
 the exchange matters.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ It runs on two ranks with TRITON_INTERPRET=1. Transformer Engine's linears need 
 are imitated here.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

@@ -5,8 +5,6 @@ They check values, gradients, one reduction of each weight's gradient, and that 
 than there are tokens for each rank.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of experts beyond the parity table: load-balancing loss, counts of the routers, and names."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
