@@ -49,7 +49,7 @@ quick: WORKERS := 2
 quick: $(READY)  ## the fast tests, which start no ranks: about 2 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not ranks and not slow and not full" $(ARGS)
 
-test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 14 minutes on 2 cores
+test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 10 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not full" --durations=10 $(ARGS)
 
 test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about 40 minutes
