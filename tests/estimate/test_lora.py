@@ -118,6 +118,7 @@ def test_page_states_what_is_estimated_today(line: str) -> None:
         (B7, "--lora.modules_to_save [merger] --model.freeze_merger true", "model.freeze_merger is set"),
         (B7, "--lora.modules_to_save [router]", "'router' matches no matrix of this model. .*Kinds: merger$"),
         (B7, "--lora.targets q_proj,router", "lora.targets: 'router' .*, such as '[a-z0-9._]*'. Kinds: lang"),
+        (B7, "--lora.targets [.*mlp]", "'.*mlp' matches no matrix of this model"),
         (B7, "--lora.targets [merger] --lora.modules_to_save [merger]", "visual.merger has adapters too"),
         (TIED, "--lora.modules_to_save [lm_head]", "the embedding and lm_head .* are tied"),
         (TIED, "--lora.modules_to_save [embed_tokens]", "the embedding and lm_head .* are tied"),

@@ -3,13 +3,16 @@
 import functools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import load_balancing_loss_func
 
 from megatron_vl.models.batch import WholeRow
+from megatron_vl.models.mtp import embeddings_of_next
 from megatron_vl.training.step import run_schedule
 from tests.models.mtp_reference import run_case, write_reference
 from tests.support.ranks import call, in_ranks
@@ -102,6 +105,16 @@ def test_targets_stay_within_their_sequence() -> None:
     # The first sequence ends at token 2, the second at 3: their last two tokens have no token two ahead.
     assert labels == [20, 30, 40, 50, 60, 70, 80, 10]
     assert mask == [0.5, 0, 0, 0, 0, 2, 0, 0]
+
+
+@in_ranks(3)
+def test_next_token_of_a_part_is_the_first_one_of_the_next_rank() -> None:
+    """With two ranks, that would be the rank before, too."""
+    join()
+    rank, cp = dist.get_rank(), SimpleNamespace(cp=dist.group.WORLD)
+    model: Any = SimpleNamespace(pg_collection=cp, config=SimpleNamespace(sequence_parallel=False))
+    part = torch.arange(6.0).view(3, 2, 1, 1)[rank]
+    assert embeddings_of_next(part, model).flatten().tolist() == [2 * rank + 1, (2 * rank + 2) % 6]
 
 
 @in_ranks()

@@ -2,8 +2,11 @@
 
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -156,3 +159,24 @@ def test_line_without_the_token_is_ignored() -> None:
     assert monitor.heartbeats == {}
     assert monitor._accept_line(b"secret " + sign(1, LOADING_ROWS).to_line()) == 1
     assert list(monitor.heartbeats) == [1]
+
+
+def test_first_rank_that_says_nothing_is_named_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It judges them as long as it sends lines, and they judge its silence."""
+    moved, found = Time(monkeypatch), []
+    monitor: Any = HeartbeatMonitor.__new__(HeartbeatMonitor)
+    monitor.rank, monitor.rank_process, monitor.token = 1, own_process(), "secret"
+    monitor.timeout_s, monitor.interval_s, monitor.silence_limit_s = 20, 1.0, 8
+    monitor.end_event, monitor.diagnosis_ready = threading.Event(), threading.Event()
+    monitor.heartbeats, monitor.on_diagnosis = signs(sign(0, FORWARD_BACKWARD)), found.append
+
+    def receive(seconds: float) -> None:
+        moved.now += seconds
+        if moved.now > 1100:
+            monitor.end_event.set()
+
+    monitor.links = SimpleNamespace(receive=receive, lost_ranks=[], send_to_all=lambda line: None)
+    monitor._connect_to_rank_0 = lambda port: True
+    monitor._watch(0)
+    assert [(each.rank, each.silent) for each in found] == [(0, (0,))]
+    assert 1020 < moved.now <= 1023
