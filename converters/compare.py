@@ -190,7 +190,7 @@ def _describe_difference(
 
 def verify_checkpoint_hashes(checkpoint_path: str | Path) -> CheckpointComparison:
     """Compares every stored tensor of Megatron weights with its SHA-256 in the manifest."""
-    weight_reader = WeightReader(checkpoint_path, should_verify=False)
+    weight_reader = WeightReader(checkpoint_path, should_verify=False, takes_lora=True)
     files = weight_reader.manifest["files"]
     readers = {file: weight_reader.open_file(file) for file in files}
     stored_tensors = [(file, *item) for file, entry in files.items() for item in entry["tensors"].items()]

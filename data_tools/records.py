@@ -355,7 +355,8 @@ def _read_parquet(table_path: Path, is_wanted: Callable[[int, int], bool]) -> It
             group_metadata = parquet_file.metadata.row_group(row_group)
             num_rows = group_metadata.num_rows
             if not is_wanted(row_start, row_start + num_rows):
-                yield [None] * num_rows, parquet_file.metadata.num_rows
+                for start in range(0, num_rows, MAX_BATCH_ROWS):  # a row group may have millions of rows
+                    yield [None] * min(MAX_BATCH_ROWS, num_rows - start), parquet_file.metadata.num_rows
                 row_start += num_rows
                 continue
 

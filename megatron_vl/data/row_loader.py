@@ -71,12 +71,15 @@ class RowLoader:
         self._dp_rank, self._dp = dp_rank, dp
         self._change_lines: list[str] = []
         self._start_row = 0
+        self._is_closed = False
         self._rank_rows: PlannedRankRows | None = None
 
     def __iter__(self) -> RowLoader:
         return self
 
     def __next__(self) -> TrainingRow:
+        if self._is_closed:
+            raise LoaderError("the loader is closed")
         # An error of a loader process comes with that process's traceback, which says nothing to a user.
         try:
             # Processes start with the first row, because a state may be loaded before it.
@@ -250,6 +253,7 @@ class RowLoader:
             self._change_lines += [f"  {line}" for line in change_lines]
 
     def close(self) -> None:
+        self._is_closed = True
         if self._rank_rows is not None:
             self._rank_rows.close()
 

@@ -65,9 +65,9 @@ class LayerFlops(NamedTuple):
 
     dense: float
     """All but the following, the router included."""
-    experts: float
     delta_rule: float
     """Linear attention, without the matrices around it."""
+    experts: float
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def _layer_flops(language_spec: LanguageSpec, products: _LayerProducts, sizes: R
         attention = 2.0 * language_spec.num_heads * language_spec.head_dim * sizes.token_pairs
     return LayerFlops(
         2.0 * products.dense * sizes.tokens + products.attention_count * attention,
-        2.0 * products.experts * sizes.tokens,
         products.attention_count * delta_rule,
+        2.0 * products.experts * sizes.tokens,
     )
 
 

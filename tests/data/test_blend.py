@@ -35,10 +35,10 @@ def part(name: str, **fields: Any) -> dict[str, Any]:
     [
         (["sets/charts", "sets/photographs"], ["charts", "photographs"]),
         (["charts/train", "photographs/train", "text"], ["charts/train", "photographs/train", "text"]),
-        (["/a/x/out", "/b/x/out", "/b/y/out"], ["a/x/out", "b/x/out", "b/y/out"]),
+        (["/a/x/out", "/b/x/out", "/b/y/out"], ["a/x/out", "b/x/out", "y/out"]),
         (["charts", "charts", "charts"], ["charts", "charts-2", "charts-3"]),
         (["../charts", "./charts"], ["charts", "charts-2"]),
-        (["a", "a", "a-2"], ["a", "a-2", "a-2-2"]),
+        (["a", "a", "a-2"], ["a", "a-3", "a-2"]),
     ],
 )
 def test_source_names_are_the_ends_of_paths(paths, names):

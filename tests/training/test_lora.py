@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from converters.compare import verify_checkpoint_hashes
 from converters.convert import convert_adapter, convert_weights, export_adapter, export_weights
 from converters.peft_folder import ADAPTER_FILE
 from megatron_vl.config import RunConfigError, parse_config
@@ -283,6 +284,7 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(prepared, tmp_path)
     assert any(tensor.count_nonzero() for key, tensor in exported.items() if ".lora_B." in key)
 
     convert_adapter(folder, hf, tmp_path / "weights")
+    assert not verify_checkpoint_hashes(run).differences
     stored = WeightReader(run, takes_lora=True)
     converted = WeightReader(tmp_path / "weights", takes_lora=True)
     assert fused_lora(stored.spec, stored.lora) == fused_lora(stored.spec, converted.lora)

@@ -96,9 +96,13 @@ def check_paths(options: CommandOptions) -> None:
 
 
 def check_path(path: Path, is_model: bool) -> None:
-    if not path.exists():
+    try:
+        path.stat()
+    except FileNotFoundError:
         # Users may give the name of a repository on the Hugging Face hub, which is not a folder.
-        raise FileNotFoundError(why_no_model(path) if is_model else f"{path} does not exist")
+        raise FileNotFoundError(why_no_model(path) if is_model else f"{path} does not exist") from None
+    except OSError:
+        pass  # the command itself reports what is wrong
 
 
 # --- The parser ---------------------------------------------------------------------------------------------

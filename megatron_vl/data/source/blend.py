@@ -6,7 +6,6 @@ compared with those of a run.
 """
 
 import hashlib
-import itertools
 import json
 import math
 import posixpath
@@ -126,18 +125,36 @@ def _given_amount(part: dict[str, Any], kind: str, field: str, prefix: str) -> f
 
 def _unique_names(parts: list[dict[str, Any]], dataset_name: str) -> list[str]:
     """Unique names: the given ones, or the ends of the paths, as long as needed to tell them apart."""
-    paths = [posixpath.normpath(str(part.get("name", ""))).split("/") for part in parts]
-    pieces = [[piece for piece in path if piece not in ("", ".", "..")] for path in paths]
+    paths = [posixpath.normpath(str(part.get("name", ""))) for part in parts]
+    pieces = [[piece for piece in path.split("/") if piece not in ("", ".", "..")] for path in paths]
     given_names = [" ".join(str(part.get("called", "")).split()) for part in parts]
-    for depth in range(1, max(map(len, pieces), default=0) + 2):
-        ends = ["/".join(path[-depth:]) or dataset_name for path in pieces]
-        if len(set(ends)) == len(ends):
-            break
-    # The second and later ones of equal names get a number.
+    depths = [1] * len(parts)
+    while True:
+        names = [
+            given or "/".join(path_pieces[-depth:]) or dataset_name
+            for given, path_pieces, depth in zip(given_names, pieces, depths, strict=True)
+        ]
+        name_counts = Counter(names)
+        ambiguous = [
+            i
+            for i, given in enumerate(given_names)
+            if name_counts[names[i]] > 1 and not given and depths[i] < len(pieces[i])
+        ]
+        if not ambiguous:
+            return _number_duplicates(names)
+        for i in ambiguous:
+            depths[i] += 1
+
+
+def _number_duplicates(plain_names: list[str]) -> list[str]:
+    """Appends a number to the second and later ones of equal names."""
     unique_names: dict[str, None] = {}
-    for name in (given or end for given, end in zip(given_names, ends, strict=True)):
-        numbered = (f"{name}-{number}" for number in itertools.count(2))
-        unique_names[next(n for n in itertools.chain([name], numbered) if n not in unique_names)] = None
+    for name in plain_names:
+        number, unique_name = 1, name
+        while unique_name in unique_names or (number > 1 and unique_name in plain_names):
+            number += 1
+            unique_name = f"{name}-{number}"
+        unique_names[unique_name] = None
     return list(unique_names)
 
 
