@@ -61,27 +61,24 @@ def row_sizes(
 
 
 class LayerFlops(NamedTuple):
-    """FLOPs of a decoder layer on a row."""
+    """FLOPs of a decoder layer on a row: of the delta rule, of routed experts, and of all else."""
 
     dense: float
-    """All but the following, the router included."""
     delta_rule: float
-    """Linear attention, without the matrices around it."""
     experts: float
 
 
 @dataclass(frozen=True)
 class RowFlops:
-    """FLOPs of a row by the parts of the model that reach different shares of a GPU's peak."""
+    """FLOPs of a row by parts that reach different shares of a GPU's peak; the mergers' are the tower's."""
 
     layers: tuple[LayerFlops, ...]
     output: float
     tower: float
-    """The vision tower with its mergers."""
 
     def __add__(self, other: RowFlops) -> RowFlops:
         pairs = zip(self.layers, other.layers, strict=True)
-        layers = tuple(LayerFlops(*map(sum, zip(a, b, strict=True))) for a, b in pairs)
+        layers = tuple(LayerFlops(*map(sum, zip(*pair, strict=True))) for pair in pairs)
         return RowFlops(layers, self.output + other.output, self.tower + other.tower)
 
     @functools.cached_property
@@ -176,8 +173,7 @@ class _CountedProducts(NamedTuple):
 
     layers: tuple[_LayerProducts, ...]
     per_patch: float
-    full_layers: int
-    """Layers of the tower with attention over frames, times 3 with a backward pass."""
+    full_layers: int  # of the tower, with attention over frames; times 3 with a backward pass
     window_layers: int
     per_merged_unit: float
 
@@ -242,8 +238,7 @@ def _merger_products(
     weights = merger_weights(vision_spec)
     trains_all = trains_own_matrices(model_config, lora, "merger")
     source_blocks = [vision_spec.num_layers - 1, *vision_spec.deepstack_layers]
-    product_count = 0.0
-    is_any_reached = False
+    product_count, is_any_reached = 0.0, False
     for number, adapters in enumerate(merger_adapters(spec, lora)):
         name = f"deepstack_mergers.{number - 1}" if number else "merger"
         trained = _trained_before(spec, lora, f"vision_model.{name}.", weights)
@@ -267,10 +262,9 @@ def _count_products(
     is_trained: bool,
     trained_before: set[str],
 ) -> tuple[dict[str, float], bool, bool]:
-    """Weights of matrices and their adapters, times the products that each of them is in.
+    """Weights of matrices, in the order of the forward pass, and their adapters, times their products.
 
     Args:
-        weights: those of each matrix, in the order of the forward pass.
         is_reached: whether something that is trained lies before these matrices and their norms.
         is_trained: whether the matrices themselves are trained.
         trained_before: result of :func:`_trained_before`.
@@ -295,9 +289,8 @@ def _count_products(
 
 def _trained_before(spec: ModelSpec, lora: LoraConfig, prefix: str, weights: dict[str, int]) -> set[str]:
     """The matrices of a layer or merger that have before them, within it, a tensor that is trained whole."""
-    trained_before: set[str] = set()
+    trained_before, is_reached = set[str](), False
     saved = saved_modules(spec, lora)
-    is_reached = False
     for tensor_name in tensor_table(spec) if saved else ():
         if not tensor_name.startswith(prefix):
             continue
