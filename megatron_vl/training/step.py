@@ -49,13 +49,13 @@ are; data and learning-rate schedules advance."""
 
 
 class MtpSums(NamedTuple):
-    """Sums over the targets of multi-token prediction, the tokens two ahead that are trained on."""
+    """Sums over the targets of multi-token prediction: the tokens two ahead that are trained on."""
 
     loss_sum: float = 0.0
     """Weighted, but without the factor ``mtp.loss``."""
     tokens: int = 0
     top1_hits: int = 0
-    """Targets that the layer ranks first."""
+    """Targets that the layer predicts as its first choice."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -80,7 +80,7 @@ class StepResult:
     """Whether any rank reported a failure outside the step, such as a checkpoint that cannot be written."""
     stop_requested: bool = False
     source_counts: SourceCounts | None = None
-    """Samples, loss tokens and losses by source; None if the data set is no blend."""
+    """Samples, loss tokens and losses by source; None if the data set is not a blend."""
     mtp: MtpSums | None = None
     """Sums of multi-token prediction; None if the run does not train it."""
 
@@ -141,7 +141,7 @@ def wrap_in_ddp(
     core_config.finalize_model_grads_func = lambda model, num_tokens, **options: finalize_model_grads(
         model, None, **options
     )
-    core_config.grad_scale_func = None  # no loss scaling: bf16 has the exponents of float32
+    core_config.grad_scale_func = None  # no loss scaling: bf16 has the exponent range of float32
     return ddp_chunks
 
 
@@ -160,7 +160,7 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
     loss_token_count = (row.loss_mask != 0).sum()
     row_report = {"loss": torch.stack((loss_sum.detach(), loss_token_count.float()))}
     if row.segment_sources is not None and len(row.segment_sources):
-        # `unsafe` leaves out checks of the bounds, for which the host would wait.
+        # `unsafe` skips bounds checks, which would make the host wait.
         row_report["segments"] = torch.segment_reduce(
             weighted_losses.detach().double(), "sum", offsets=row.local_segments.cu_seqlens, unsafe=True
         )
@@ -177,8 +177,8 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
 
 
 def set_mtp_weights(rows: list[DeviceRow], factor: float) -> None:
-    """Scales the loss sum of multi-token prediction: divided by loss tokens, it is ``factor`` times the mean
-    over its own targets.
+    """Scales the loss sum of multi-token prediction so that, divided by the loss tokens, it equals ``factor``
+    times the mean over its own targets.
 
     Collective over the data-parallel and context-parallel ranks, without host synchronisation.
     """
@@ -218,8 +218,7 @@ def run_schedule(
     # Each chunk reads all rows, at its own time in the schedule.
     row_iterators = [iter(rows) for _ in model_chunks]
 
-    # Core uses the length only for the size of its messages, in which DeepStack's levels follow the hidden
-    # state.
+    # Core uses this length only to size its messages, which carry DeepStack's levels after the hidden state.
     states_per_message = 1 + get_attr_wrapped_model(model_chunks[0], "message_levels")
 
     # A tower that every rank holds encodes the images of all rows before the pipeline starts.
@@ -265,8 +264,8 @@ def train_step(
 
     Args:
         has_failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
-        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
-            blend.
+        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is
+            not a blend.
         before_update: called before weights and optimizer state change.
     """
     progress.enter_phase(progress.FORWARD_BACKWARD)
@@ -300,7 +299,7 @@ def train_step(
     core_config = model_chunks[0].config
     tokens_per_expert = None
     if num_experts := core_config.num_moe_experts:
-        num_layers = core_config.num_layers + has_mtp
+        num_layers = core_config.num_layers + int(has_mtp)
         tokens_per_expert = expert_load(model_chunks, num_layers, num_experts, device)
     return StepResult(
         mean_loss,
@@ -328,8 +327,8 @@ def reduce_losses(
     The host reads losses, counts and flags from the device here, all at once.
 
     Args:
-        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
-            blend.
+        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is
+            not a blend.
 
     Returns:
         (loss sum, loss tokens, for each flag whether any rank has set it, numbers by source, sums of

@@ -76,11 +76,11 @@ class Trainer:
             trainer.restore()
             trainer.run()
 
-    The context ends the run: it releases the loader and the folder, also of a run that fails.
+    The context ends the run: it releases the loader and the folder, even if the run fails.
 
     Args:
         platform: the result of :func:`~megatron_vl.parallel.start.join_ranks`.
-        hooks: further hooks, which are called after the run's own.
+        hooks: extra hooks, called after the run's own.
         make_loader: makes the loader of a rank that owns one, such as
             :class:`~megatron_vl.data.given_rows.GivenRows`; None: the loader of ``data.path``.
     """
@@ -136,7 +136,7 @@ class Trainer:
         Raises:
             SystemExit: a signal asked a rank to stop.
         """
-        exit_if_stop_requested(self.platform)  # what follows takes minutes with large models
+        exit_if_stop_requested(self.platform)  # the next part takes minutes for large models
         self.build_model(**model_options)
         self.read_rows_of(self.config.data)
         self._build_hooks()
@@ -144,7 +144,7 @@ class Trainer:
     def build_model(
         self, *, overlap: bool = True, bucket_size: int | None = None, with_optimizer: bool = True
     ) -> None:
-        """Builds this rank's groups and chunks, wraps these in DDP, and builds their optimizer. Collective.
+        """Builds this rank's groups and chunks, wraps these chunks in DDP, builds the optimizer. Collective.
 
         Args:
             overlap, bucket_size: those of :func:`~megatron_vl.training.step.wrap_in_ddp`.
@@ -182,6 +182,7 @@ class Trainer:
             return
         self.optimizer = build_optimizer(config, self.platform, self.model_chunks)
         if start_lora is not None:
+            # The optimizer has copied parameters that are rounded to bfloat16.
             load_main_weights(start_lora, self.optimizer, self.live_tensors, grid)
 
     @property
@@ -192,7 +193,7 @@ class Trainer:
         ]
 
     def read_rows_of(self, data_config: DataConfig) -> None:
-        """Reads all further rows from the start of this data, which need not be the run's."""
+        """From now on, reads rows from the start of this data set, which need not be the run's own."""
         # One rank of each replica reads the rows, and sends them to the others.
         if self.grid.owns_loader:
             self._close_loader()
@@ -226,9 +227,9 @@ class Trainer:
         )
 
     def _build_hooks(self) -> None:
-        """Opens the run's folder, reads the rows of validation, and lists the hooks in their order."""
+        """Opens the run's folder, reads the validation rows, and lists the hooks in their order."""
         config, grid = self.config, self.grid
-        # Lines that reach the terminal through a pipe, as of `tee`, would break its bar.
+        # Output piped to the terminal, for example by `tee`, would break up the progress bar.
         if grid.rank == 0 and (sys.stdout.isatty() or not sys.stderr.isatty()):
             self.hooks.append(ShowProgress())
         self.hooks.append(Profile(config, grid.rank))
@@ -306,7 +307,7 @@ class Trainer:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no step follows in this start."""
+        """Whether this start has no steps left."""
         return self.step >= self.last_step or self.stop_requested
 
     def run(self) -> None:
@@ -326,7 +327,7 @@ class Trainer:
             for hook in self.hooks:
                 hook.before_step(self)
 
-            # One rank of each replica has read the rows; the others receive them here.
+            # One rank of each replica reads the rows here; the others receive them.
             step_batch = self.batches.next_batch()
             learning_rates = set_learning_rates(self.optimizer, self.config, self.step)
             # Forward and backward passes, and the update. The host waits for the device here: the sums of the
@@ -364,8 +365,8 @@ class Trainer:
         if self.config.lora.dropout:
             seed_dropout(self.config.seed, self.step)
 
-        # Each rank says with its loss whether it failed to save, or was asked to stop. So all ranks know of
-        # it after the same step.
+        # Each rank sends, along with its loss, whether it failed to save or was asked to stop, so that all
+        # ranks learn of it after the same step.
         saver = self.checkpoint_saver
         return train_step(
             self.model_chunks,
@@ -405,7 +406,7 @@ class Trainer:
         return take_snapshot(self, loader_state, metadata, unlogged_counts)
 
     def _recorded_fields(self) -> dict[str, Any]:
-        """The fields of the run to record. They are complete on ranks that own a loader, as rank 0 does."""
+        """The fields to record. They are complete on ranks that own a loader, as rank 0 does."""
         if self.data_loader is None:
             return recorded_fields(self.config, self.spec, {})
         # The loader refuses another tokenizer or processor of `model.hf`, unless the data are restarted.
@@ -427,14 +428,15 @@ class Trainer:
             self.metrics_log.bad_sample_meter.load_state_dict(self.bad_samples)
 
     def _stop_if_unrecoverable(self, step_result: StepResult) -> None:
-        """Raises TrainingStopped, on all ranks at once, if data, weights or checkpoints are of no use."""
+        """Raises TrainingStopped, on all ranks at once, if data, weights or checkpoints are unusable."""
         run_dir, skip_reason = self.config.checkpoint.dir, step_result.skip_reason
-        # More than data.max_bad_share of the samples could not be used. This is equal on all ranks.
+        # More than data.max_bad_share of the samples could not be used. All ranks count the same.
         if bad_sample_problem := self.metrics_log.bad_sample_meter.stop_reason():
             list_name = Path(run_dir) / "quarantine.jsonl" if run_dir else "a run with checkpoint.dir"
             raise TrainingStopped(f"{bad_sample_problem}; {list_name} lists them")
 
-        if skip_reason != NO_GRADIENT:  # harmless: only the tower is trained, and no row had an image
+        # That is harmless, and no skip to count: only the tower is trained, and no row had an image.
+        if skip_reason != NO_GRADIENT:
             self.consecutive_skips = [*self.consecutive_skips, skip_reason] if skip_reason else []
         # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the
         # skipped steps of a run that seems to have ended well.
