@@ -68,9 +68,10 @@ test-next: $(READY) ## the tests with the newest released Megatron-core in place
 test-eval: $(VENV)/.ready-eval ## the tests of `megatron-vl evaluate`, which need VLMEvalKit
 	$(PYTEST) -m "eval and not full" $(EVAL) $(ARGS)
 
+test-transformers: WORKERS := 2
 test-transformers: $(NEWEST) ## the tests of transformers' rules, with its newest version
 	PYTHONPATH=$(abspath $<) $(BIN)/python -c "import transformers as t; assert '$<' in t.__file__, t.__file__"
-	PYTHONPATH=$(abspath $<) $(PYTEST) $(RULES) $(ARGS)
+	PYTHONPATH=$(abspath $<) $(PYTEST) $(SPREAD) $(RULES) $(ARGS)
 
 # Beside the environment, which keeps its own; tokenizers and huggingface_hub of constraints.txt suit both.
 $(NEWEST): $(READY)
