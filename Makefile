@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 # Python compiles what it imports; compiling all 25,000 files would take another minute.
-INSTALL ?= $(BIN)/python -m pip install --no-compile
+INSTALL := $(BIN)/python -m pip install --no-compile
 # Hundreds of processes import the same files: they are compiled once, also where containers forbid that.
 export PYTHONDONTWRITEBYTECODE :=
 # SEED=1 runs the tests in a random order that the seed repeats.

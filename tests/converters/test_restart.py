@@ -57,7 +57,7 @@ def attempt(work: Callable[..., Any], log: Path, kill_before: int = 0, kill_afte
     if not child:
         operations = itertools.count(1)
 
-        def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def counting_calls(operation: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **options: Any) -> Any:
                 if (number := next(operations)) == kill_before:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -70,7 +70,7 @@ def attempt(work: Callable[..., Any], log: Path, kill_before: int = 0, kill_afte
 
         tensor_files.CHUNK_BYTES = 1 << 16
         for name in OPERATIONS:
-            setattr(os, name, counted(getattr(os, name)))
+            setattr(os, name, counting_calls(getattr(os, name)))
         try:
             work(workers=2)
         except BaseException as error:

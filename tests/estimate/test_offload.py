@@ -86,8 +86,8 @@ def test_auto_is_the_least_share_that_fits_gpu_and_host(full: float) -> None:
     config = run("--optimizer.offload_fraction auto")
     state, whole = stage(config, 0.0).optimizer / GIB, stage(config, 1.0).host_bytes / GIB
 
-    def share(given: TrainConfig, *memory: float | None) -> float:
-        return resolve_offload_fraction(given, SPEC, LAYOUT, 2, *memory).optimizer.offload_fraction
+    def share(run_config: TrainConfig, *memory: float | None) -> float:
+        return resolve_offload_fraction(run_config, SPEC, LAYOUT, 2, *memory).optimizer.offload_fraction
 
     assert share(config, gpu_of(full + 1)) == share(config, gpu_of(full), whole) == 0.0
     assert share(config, gpu_of(full - 0.32 * state)) == 0.35

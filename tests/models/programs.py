@@ -54,7 +54,7 @@ def steps_with_fused_layers(hf: str, sample_kind: str, seq_len: int, recomputes:
             norm_calls.append(isinstance(x, PendingSum))
             return super().forward(x)
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting_calls(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             other_calls.update([function.__name__])
             return function(*arguments, **options)
@@ -69,8 +69,8 @@ def steps_with_fused_layers(hf: str, sample_kind: str, seq_len: int, recomputes:
             add_mlp=add_to_residual,
         )
 
-    biased_layers.biased_activation = counted(biased_activation)
-    tower_attention.attention_forward = counted(attention)
+    biased_layers.biased_activation = counting_calls(biased_activation)
+    tower_attention.attention_forward = counting_calls(attention)
     results: dict[str, Any] = {"plain": torch_only(run_steps)(RecomputeConfig(), 2)}
     assert not other_calls
     layer_specs._layer_modules = fused_modules
