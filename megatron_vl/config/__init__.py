@@ -5,6 +5,7 @@
 from megatron_vl.config.checks import validate_config
 from megatron_vl.config.fields import (
     CALLS_WITHOUT_ACTIVATIONS,
+    FEATURE_ROWS_ON_DEVICE,
     RANDOM_WEIGHTS,
     CheckpointConfig,
     DataConfig,

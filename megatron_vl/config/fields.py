@@ -26,6 +26,9 @@ ALL_LINEAR = ("language", "vision", "merger")
 """The kinds of matrices that ``all-linear`` in ``lora.targets`` stands for: PEFT's, which are no experts."""
 LossOn = Literal["trained", "masked"]
 """Whether these tokens are trained on."""
+FEATURE_ROWS_ON_DEVICE = 4
+"""The number of a step's rows whose features stay on the GPU if every rank holds the tower. A step of so few
+has nothing beside which the copies of others could run."""
 
 
 class RunConfigError(UserError, ValueError):

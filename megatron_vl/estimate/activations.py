@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, TrainConfig
+from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, FEATURE_ROWS_ON_DEVICE, TrainConfig
 from megatron_vl.estimate.parameters import (
     BlockKind,
     LayerKind,
@@ -362,28 +362,41 @@ class ActivationEstimator:
             elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit
         return elements
 
-    def decoupled_tower_bytes(self, pipeline_bytes: float, placed_patches: int) -> float:
+    def decoupled_tower_bytes(
+        self, pipeline_bytes: float, placed_rows: int, row_patches: int
+    ) -> tuple[float, float]:
         """Bytes of a tower that every rank holds, for the rank's own share of a step's patches.
 
         The tower runs while the activations of the pipeline do not exist, and may use their memory.
 
         Args:
             pipeline_bytes: bytes of the pipeline's activations.
-            placed_patches: number of patches whose features and gradients this stage holds.
+            placed_rows: number of rows of ``row_patches`` patches each whose features and gradients this
+                stage holds.
+
+        Returns:
+            (bytes on the GPU, bytes in host memory).
         """
         kept_bytes, encode_bytes, backward_bytes = self._decoupled_parts
         vision_spec, model_config = self.spec.vision, self.config.model
         is_frozen = model_config.freeze_vision and model_config.freeze_merger
         levels = 1 + len(vision_spec.deepstack_layers)
         patch_bytes = self.bytes_per_element * levels * vision_spec.out_hidden_size / vision_spec.merge_unit
-        local_feature_bytes = patch_bytes * self.patch_count
+        local_feature_bytes, row_feature_bytes = patch_bytes * self.patch_count, patch_bytes * row_patches
+        host_rows = max(0, placed_rows - FEATURE_ROWS_ON_DEVICE)
+        # Of the rows in host memory, one is in use and the next one is being fetched.
+        rows_on_device = min(placed_rows, FEATURE_ROWS_ON_DEVICE) + min(2, host_rows)
+        placed_bytes = row_feature_bytes * rows_on_device * (1 if is_frozen else 2)
         # Kept activations exist during the pipeline's passes and the first pass of other images. Their own
-        # backward pass comes first and frees them.
-        return patch_bytes * placed_patches * (1 if is_frozen else 2) + max(
-            kept_bytes,
-            local_feature_bytes + backward_bytes - pipeline_bytes,
-            kept_bytes + local_feature_bytes + encode_bytes - pipeline_bytes,
+        # backward pass comes first and frees them. All rows' features are on the device when ranks exchange
+        # them.
+        device_bytes = max(
+            placed_bytes + kept_bytes,
+            placed_bytes + local_feature_bytes + backward_bytes - pipeline_bytes,
+            placed_bytes + kept_bytes + local_feature_bytes + encode_bytes - pipeline_bytes,
+            row_feature_bytes * placed_rows + kept_bytes + local_feature_bytes - pipeline_bytes,
         )
+        return device_bytes, row_feature_bytes * host_rows
 
     @functools.cached_property
     def _decoupled_parts(self) -> tuple[float, float, float]:

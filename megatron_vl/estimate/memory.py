@@ -147,8 +147,8 @@ def _stage_memory(
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
 
     if layout.decoupled:
-        vision_bytes = estimator.replicated_tower.decoupled_tower_bytes(
-            activation_bytes + logits_bytes, micro_batches * estimator.patch_count * (pipeline_stage == 0)
+        vision_bytes, vision_host_bytes = estimator.replicated_tower.decoupled_tower_bytes(
+            activation_bytes + logits_bytes, micro_batches * (pipeline_stage == 0), estimator.patch_count
         )
         rows_bytes += estimator.replicated_tower.row_bytes(includes_pixels=True)
     else:
@@ -156,6 +156,7 @@ def _stage_memory(
         reused_bytes = largest_transient + kept_by_chunk[0] * config.model.freeze_vision
         transient_bytes = max(0.0, tower.transient_bytes - reused_bytes)
         vision_bytes = in_flight[0] * tower.kept_bytes + transient_bytes
+        vision_host_bytes = in_flight[0] * tower.host_bytes
 
     # Offloaded state passes through the GPU where activations were before.
     state_bytes = min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, offloaded_bytes)
@@ -171,8 +172,7 @@ def _stage_memory(
         rows=rows_bytes,
         micro_batches_in_flight=sum(in_flight),
         host_bytes=offloaded_bytes,
-        host_input_bytes=in_flight[0] * tower.host_bytes
-        + math.sumprod(in_flight, [chunk.host_bytes for chunk in chunks]),
+        host_input_bytes=vision_host_bytes + math.sumprod(in_flight, [chunk.host_bytes for chunk in chunks]),
     )
 
 

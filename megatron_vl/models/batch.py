@@ -146,9 +146,9 @@ class DeviceRow:
     vision_input: VisionInput | None
     """None on ranks without the vision tower."""
     feature_index: Tensor | None
-    vision_features: Tensor | None = None
-    """[N, 1 + levels, H], on the first stage: the features that a decoupled tower computed ahead of the
-    pipeline. They are an autograd leaf, which collects their gradient."""
+    vision_features: Any = None
+    """On the first stage, what a decoupled tower computed ahead of the pipeline
+    (:class:`megatron_vl.models.decoupled.RowFeatures`)."""
     step_vision: Any = None
     """The images of the whole step (:class:`megatron_vl.models.decoupled.StepVision`). All rows of a step
     share this object. It is None if the tower is on the first stage."""

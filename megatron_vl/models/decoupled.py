@@ -94,6 +94,22 @@ class StepVision:
         return tower_input, patch_slice
 
 
+class RowFeatures:
+    """The features of one row on the first stage, [N, 1 + levels, H], and later their gradient."""
+
+    def __init__(self, features: Tensor, is_trained: bool) -> None:
+        # A leaf of the pipeline's autograd graph: its backward pass ends here and leaves the gradient.
+        self.features = features.detach().requires_grad_(is_trained)
+
+    def for_pipeline(self) -> Tensor:
+        """The features on the device, with an autograd graph if the tower is trained."""
+        return self.features
+
+    def gradient(self) -> Tensor:
+        """The gradient on the device, after the backward pass."""
+        return torch.zeros_like(self.features) if self.features.grad is None else self.features.grad
+
+
 class DecoupledTower:
     """Runs this rank's tower on the images of a step.
 
@@ -112,6 +128,10 @@ class DecoupledTower:
         """Reduces the gradients over all ranks of the run; None if no weight of the tower is trained."""
         self.on_backward_call: Callable[[], None] = lambda: None
         """Called before each call of the backward pass, when the pipeline has freed its memory."""
+        self.keep_features: Callable[[Sequence[Tensor], bool], list[RowFeatures]] = lambda rows, is_trained: [
+            RowFeatures(features, is_trained) for features in rows
+        ]
+        """Keeps the features of a step's rows for the pipeline; they are parts of one tensor."""
         self._step_vision: StepVision | None = None
         self._kept_features: list[tuple[list[Tensor], slice]] = []
         """Features whose autograd graph was kept, so that their patches do not run forward twice. Each entry
@@ -142,12 +162,10 @@ class DecoupledTower:
             step_features = self.to_first(self.forward(step_vision, keeps_activations), step_vision)
 
         if self.on_first_stage:
-            # The features are leaves of the pipeline's autograd graph, so its backward pass ends at them and
-            # leaves their gradients for :meth:`backward`.
             features_by_row = step_features.split(step_vision.features_per_row)
-            for device_row, row_features in zip(step_vision.device_rows, features_by_row, strict=True):
-                row_features = row_features.detach()
-                device_row.vision_features = row_features.requires_grad_(is_training and self.ddp is not None)
+            kept_features = self.keep_features(features_by_row, is_training and self.ddp is not None)
+            for device_row, row_features in zip(step_vision.device_rows, kept_features, strict=True):
+                device_row.vision_features = row_features
         self._step_vision = step_vision if is_training else None
 
     def forward(self, step_vision: StepVision, keeps_activations: bool) -> Tensor:
@@ -242,16 +260,18 @@ class DecoupledTower:
         Rows no longer hold their features or gradients afterwards.
         """
         no_gradients = self._empty_features(step_vision)
-        gradient_parts = []
-        for device_row in step_vision.device_rows:
-            features, device_row.vision_features = device_row.vision_features, None
-            if features is not None:
-                gradient_parts.append(torch.zeros_like(features) if features.grad is None else features.grad)
-
-        # All tensor-parallel ranks of the first stage have the same gradients, so one of them sends.
         row_gradients = no_gradients
-        if gradient_parts and self.on_first_stage and not self.tp_group.rank():
-            row_gradients = torch.cat(gradient_parts)
+        # All tensor-parallel ranks of the first stage have the same gradients, so one of them sends.
+        sends_gradients = self.on_first_stage and not self.tp_group.rank()
+        if sends_gradients:
+            # Filled row by row, because the rows' gradients beside all of them would be twice the memory.
+            num_features = sum(step_vision.features_per_row)
+            row_gradients = no_gradients.new_empty(num_features, *no_gradients.shape[1:])
+        parts = row_gradients.split(step_vision.features_per_row) if sends_gradients else ()
+        for number, device_row in enumerate(step_vision.device_rows):
+            features, device_row.vision_features = device_row.vision_features, None
+            if sends_gradients:
+                parts[number].copy_(features.gradient())
         if self._exchanges_parts:
             row_gradients = exchange_with_first(
                 row_gradients, step_vision.features_of_part, self.cp_group, should_gather=True

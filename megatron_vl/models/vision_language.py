@@ -209,11 +209,11 @@ class VisionLanguageModel(MegatronModule):
             return self._exchange_row_features(row, skips_tower)
         if self.vision_model is not None and row.vision_input is not None and not skips_tower:
             return self.vision_model(row.vision_input)
-        features = row.vision_features
+        if row.vision_features is None:
+            return None
+        features = row.vision_features.for_pipeline()
         # Without an image, the backward pass may still need the (empty) features.
-        if features is not None and (
-            len(features) or features.requires_grad and not self._backward_reaches_embedding
-        ):
+        if len(features) or features.requires_grad and not self._backward_reaches_embedding:
             return list(features.unbind(1))
         return None
 

@@ -13,6 +13,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import MTP_PREFIX
 from megatron_vl.training.offload.layer_inputs import offload_layer_inputs
+from megatron_vl.training.offload.row_features import offload_row_features
 from megatron_vl.training.start_weights import open_mtp_weights
 from megatron_vl.training.state.load import load_weights
 from megatron_vl.weights.canonical_weights import CanonicalWeights
@@ -55,7 +56,9 @@ def build_model(
         load_weights(mtp_weights, [t for t in live_tensors if t.tensor_name.startswith(MTP_PREFIX)], grid)
     if start_lora is not None:
         load_weights(start_lora, live_tensors, grid)
+    decoupled = chunks[0].decoupled
+    if decoupled is not None:
+        offload_row_features(decoupled, platform)
     if config.recompute.offload_inputs:
-        decoupled = chunks[0].decoupled
         offload_layer_inputs([*chunks, *([decoupled.module] if decoupled is not None else [])], platform)
     return chunks, live_tensors

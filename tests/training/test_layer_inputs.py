@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_vl.training.offload import layer_inputs
+from megatron_vl.training.offload import layer_inputs, row_features
 from megatron_vl.training.offload.layer_inputs import LayerInputOffload
 from tests.support.ranks import in_ranks
 from tests.support.tiny_trainer import differences, save, train, trainer_of
@@ -25,6 +26,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"PP2 x VPP2": {"pp": 2, "vpp": 2}, "TP2 + SP": {"tp": 2, "sequence_parallel": True, "overlap": True}},
 }
 FULL = {"language": "full", "vision": "full"}
+FEATURE_ROWS = [["image"], ["text"], ["mixed"], ["image"]]
 PIECE_BYTES = 1000
 """Smaller than any input, which then has several pieces, the last of them not full."""
 
@@ -44,6 +46,33 @@ def test_offloaded_inputs_train_the_same_bits(hf, family: str, num_ranks: int, t
             losses.append([result.loss for result in train(trainer, ROWS, range(1))])
             tensors.append(save(trainer, tmp_path / f"{name}{len(losses)}"))
         assert losses[0] == losses[1] and differences(*tensors) == [], name
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_vl", {"pp": 2, "vpp": 2}),
+        ("qwen2_5_vl", {"tp": 2, "sequence_parallel": True, "overlap": True}),
+        pytest.param("qwen3_vl", {"cp": 2}, marks=pytest.mark.full),
+    ],
+)
+@in_ranks(2)
+def test_features_of_rows_in_host_memory_train_the_same_bits(
+    hf, family: str, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two steps with features of all rows on the device, and with those of all but the first on the host."""
+    layer_inputs.PIECE_BYTES = PIECE_BYTES
+    losses, tensors = [], []
+    for on_device in (99, 1):
+        row_features.FEATURE_ROWS_ON_DEVICE = on_device
+        trainer = trainer_of(hf, decoupled=True, patches=32, **layout)
+        losses.append([result.loss for result in train(trainer, FEATURE_ROWS, range(2))])
+        tensors.append(save(trainer, tmp_path / str(on_device)))
+        keep = trainer.model_chunks[0].module.decoupled.keep_features
+        pieces = inspect.getclosurevars(keep).nonlocals["pieces"]
+        has_host_rows = on_device == 1 and trainer.grid.pp_rank == 0
+        assert bool(pieces.num_pieces) == has_host_rows and len(pieces.free_pieces) == pieces.num_pieces
+    assert losses[0] == losses[1] and differences(*tensors) == []
 
 
 @in_ranks()

@@ -35,19 +35,35 @@ _COPY_PRIORITY = -3
 (:mod:`megatron_vl.training.offload.chunked_step` says why they need their own)."""
 
 
-class LayerInputOffload:
-    """Moves the inputs of the layers of transformer blocks to host memory and back.
+class HostPieces:
+    """Pieces of host memory and the stream of copies. They grow to what is in flight at once.
 
-    Blocks share the stream and the host memory, which grows to what the inputs in flight need at once.
+    Args:
+        use: what the memory is for, with what to do if it cannot be pinned.
     """
 
-    def __init__(self, platform: Platform) -> None:
-        self.is_pinned = platform.name == "cuda"
+    def __init__(self, platform: Platform, use: str) -> None:
+        self.is_pinned, self.use = platform.name == "cuda", use
         self.copy_stream = torch.cuda.Stream(priority=_COPY_PRIORITY)
         self.free_pieces: list[Tensor] = []
-        """Pieces of host memory that hold no input, uint8 [PIECE_BYTES] each."""
+        """Pieces that hold nothing, uint8 [PIECE_BYTES] each."""
         self.num_pieces = 0
 
+    def take_pieces(self, count: int) -> list[Tensor]:
+        """Pieces for one tensor. Raises MemoryError if too little can be pinned."""
+        while len(self.free_pieces) < count:
+            held_gib = self.num_pieces * PIECE_BYTES / 2**30
+            refusal = f"host memory could not be pinned after {held_gib:.1f} GiB, for {self.use}"
+            self.free_pieces.append(allocate_host_bytes(PIECE_BYTES, self.is_pinned, refusal))
+            self.num_pieces += 1
+        return [self.free_pieces.pop() for _ in range(count)]
+
+
+class LayerInputOffload(HostPieces):
+    """Moves the inputs of the layers of transformer blocks to host memory and back."""
+
+    def __init__(self, platform: Platform) -> None:
+        super().__init__(platform, "recompute.offload_inputs; set it to false")
         # The forward pass of a block that runs now.
         self._hooks = contextlib.ExitStack()
         self._first_moved = 0
@@ -98,17 +114,6 @@ class LayerInputOffload:
         self._input_complete.record(compute_stream)
         return packed_tensor
 
-    def take_pieces(self, count: int) -> list[Tensor]:
-        """Pieces of host memory for one input. Raises MemoryError if too little can be pinned."""
-        while len(self.free_pieces) < count:
-            refusal = (
-                "host memory could not be pinned for recompute.offload_inputs, after"
-                f" {self.num_pieces * PIECE_BYTES / 2**30:.1f} GiB; set it to false"
-            )
-            self.free_pieces.append(allocate_host_bytes(PIECE_BYTES, self.is_pinned, refusal))
-            self.num_pieces += 1
-        return [self.free_pieces.pop() for _ in range(count)]
-
 
 def offload_layer_inputs(modules: Sequence[nn.Module], platform: Platform) -> LayerInputOffload:
     """Moves the inputs of the layers of all blocks of ``modules`` that are recomputed to host memory."""
@@ -121,14 +126,14 @@ def offload_layer_inputs(modules: Sequence[nn.Module], platform: Platform) -> La
 
 
 class HostInput:
-    """The copy of a layer's input in host memory.
+    """The copy of a tensor in host memory.
 
     Args:
-        tensor: the input on the device, contiguous.
-        previous: the input that the backward pass needs next; None if there is none.
+        tensor: the tensor on the device, contiguous.
+        previous: the copy that is needed next after this one; None if there is none.
     """
 
-    def __init__(self, offload: LayerInputOffload, tensor: Tensor, previous: HostInput | None) -> None:
+    def __init__(self, offload: HostPieces, tensor: Tensor, previous: HostInput | None) -> None:
         self.offload, self.previous = offload, previous
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.copied_event: Any = torch.cuda.Event()
@@ -162,7 +167,7 @@ class HostInput:
         self._copy(self._host_pieces, _pieces_of(self._device_tensor))
 
     def to_device(self) -> Tensor:
-        """The input on the device. The copy of the next one begins."""
+        """The tensor on the device. The copy of the next one begins."""
         self.fetch()
         torch.cuda.current_stream().wait_event(self.copied_event)  # the device waits, not the host
         if self.previous is not None:
