@@ -20,15 +20,6 @@ SIZES = [size for size in RELEASED if "-VL-" in size or size in ("Qwen3.6-27B", 
 """One of each structure. What the small dense sizes of Qwen3.5 have besides (tied embeddings, float32) is in
 ``test_qwen3_5.py``."""
 
-FFN = {
-    "Qwen2-VL-2B": 280,
-    "Qwen2.5-VL-3B": 344,
-    "Qwen2-VL-7B": 592,
-    "Qwen2.5-VL-7B": 592,
-    "Qwen2.5-VL-32B": 864,
-}
-"""Widths that are divisible by 8 but not by 16; the other sizes have 616."""
-
 
 def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:
     """The released config of ``size`` with the same heads, key/value heads and flags; everything
@@ -39,7 +30,7 @@ def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str
     hidden = 8 * config["num_attention_heads"]
     config |= {
         "hidden_size": hidden,
-        "intermediate_size": FFN.get(size.removesuffix("-Instruct"), 616),
+        "intermediate_size": 280,  # 8 divides it, 16 does not
         "num_hidden_layers": layers,
         "vocab_size": 1208,
         "rope_scaling": config["rope_scaling"] | {"mrope_section": [2, 1, 1]},
@@ -67,7 +58,7 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
     hidden = 6 * text["num_attention_heads"]
     text |= {"head_dim": 8, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 1208}
     if "intermediate_size" in text:
-        text["intermediate_size"] = 616
+        text["intermediate_size"] = 280
     if "layer_types" in text:
         # Narrow heads, as many as released; heads of 16, of which a quarter rotates.
         text |= {"head_dim": 16, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
@@ -234,6 +225,13 @@ def assert_same_folder(a: Path, b: Path) -> None:
     assert names[0] == names[1]
     for name in names[0]:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+def flip_a_bit(file: Path) -> None:
+    """In the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

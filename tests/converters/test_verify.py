@@ -11,7 +11,7 @@ from converters.convert import convert_weights
 from converters.tensor_folder import SINGLE_FILE
 from toolkit.cli import main
 
-from .helpers import released_folder, released_tensors, small_config, write_hf
+from .helpers import flip_a_bit, released_folder, released_tensors, small_config, write_hf
 
 SIZE = "Qwen2.5-VL-3B-Instruct"
 
@@ -87,10 +87,7 @@ def test_verify_compares_two_layouts(tmp_path: Path) -> None:
     convert_weights(hf, tmp_path / "b")
     assert compare_weights(tmp_path / "a", tmp_path / "b").differences == []
     assert verify_checkpoint_hashes(tmp_path / "a").differences == []
-    file = tmp_path / "a" / "tp03_pp01.safetensors"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    flip_a_bit(tmp_path / "a" / "tp03_pp01.safetensors")
     (damaged,) = verify_checkpoint_hashes(tmp_path / "a").differences
     (other,) = compare_weights(tmp_path / "a", tmp_path / "b").differences
     assert damaged.name == other.name and "tp03_pp01.safetensors" in damaged.how

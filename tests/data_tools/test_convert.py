@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from data_tools.convert import ConversionOptions, convert_dataset
-from data_tools.formats import RecordError, read_conversation
 from data_tools.records import ConvertError, read_records
 from megatron_vl.system import durable_files
 from tests.data.datasets import converted, mixed_records
@@ -41,76 +40,9 @@ def refused(path: Path) -> dict[int, str]:
     return {line["record"]: line["reason"] for line in lines}
 
 
-# --- Formats ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["image", "video"])
-def test_media_parts_are_read_in_every_spelling(kind):
-    address = f"{kind}_url"
-    for part in (
-        {"type": kind, kind: "a"},
-        {"type": address, address: {"url": "a"}},
-        {"type": address, address: "a"},
-        {"type": kind, "path": "a"},
-    ):
-        conversation = read_conversation(asks_in_part(**part))
-        assert conversation.media_references == [(kind, "a")]
-        assert conversation.messages[0]["content"] == [{"type": kind}]
-
-
-USER, BOT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
-
-
 def asks(value, **media):
     """A question in ShareGPT's format, its answer, and media listed beside them."""
     return {**media, "conversations": [{"from": "human", "value": value}, GPT]}
-
-
-def asks_in_part(**part):
-    """A question of one content part, and its answer."""
-    return {"messages": [{"role": "user", "content": [part]}, BOT]}
-
-
-PART = "messages[0].content[0]"
-BAD = [
-    ([], "not an object", ""),
-    ({"x": 1}, "no conversation", ""),
-    ({"conversations": ["hi"]}, "bad turn", "conversations[0]"),
-    ({"conversations": [{"from": "narrator", "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
-    ({"messages": [USER, {"role": None, "content": "x"}]}, "unknown role", "messages[1].role"),
-    (asks("a\ud800b"), "bad text", "conversations[0].value"),
-    ({"conversations": [HUMAN]}, "no assistant turn", "conversations"),
-    ({"messages": [{"role": "system", "content": "x"}, BOT]}, "wrong role order", "messages"),
-    ({"system": 5, **TEXT}, "bad text", "system"),
-    ({"system": "a", "messages": [{**USER, "role": "system"}, USER, BOT]}, "two system prompts", "system"),
-    ({"image": "a.jpg", **TEXT}, "markers and media differ", "conversations"),
-    (asks("<image>", image=5), "bad media reference", "image"),
-    (asks("<image>", images=["a", ""]), "bad media reference", "images[1]"),
-    (asks_in_part(type="tool_use"), "unknown content part", PART),
-    (asks_in_part(type="image"), "bad media reference", f"{PART}.image"),
-    (asks_in_part(type="video", video=[["1.jpg"]]), "bad media reference", f"{PART}.video[0]"),
-    ({"messages": [USER, BOT], **TEXT}, "two conversations", "conversations"),
-    (
-        {"image": "a.jpg", "conversations": [HUMAN, {**GPT, "value": "<image>"}]},
-        "empty answer",
-        "conversations[1]",
-    ),
-]
-
-
-@pytest.mark.parametrize("record,reason,field", BAD, ids=[f"{i} {r}" for i, (_, r, _) in enumerate(BAD)])
-def test_unusable_records_say_why_and_where(record, reason, field):
-    with pytest.raises(RecordError) as error:
-        read_conversation(record)
-    assert (error.value.reason, error.value.field_path) == (reason, field)
-    assert reason != "unknown content part" or "valid: text, image, image_url, video, video_url" in str(
-        error.value
-    )
-
-
-def test_last_question_is_left_out_and_empty_columns_of_a_table_are_accepted():
-    turns = [{"role": "system", "content": "a"}, USER, BOT, USER]
-    assert read_conversation({"system": "a", "messages": turns, "conversations": []}).messages == turns[:3]
 
 
 # --- Reading ------------------------------------------------------------------------------------------------

@@ -1,11 +1,14 @@
 """Every format: a record as its users write it, and the exact canonical messages."""
 
 import json
+import time
+from contextlib import suppress
 from datetime import datetime
 
 import pytest
 
 from data_tools.formats import RecordError, detect_format, read_conversation
+from data_tools.formats.conversation import refuse_audio_in
 
 ASK = {"role": "user", "content": "Hi"}
 SAY = {"role": "assistant", "content": "Hello"}
@@ -143,6 +146,25 @@ def test_records_of_other_toolkits_are_read_as_their_documentation_means_them():
         assert [read.messages[0]["content"][1]["text"], read.messages[1]["content"]] == [question, answer]
 
 
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_media_parts_are_read_in_every_spelling(kind):
+    address = f"{kind}_url"
+    for fields in (
+        {"type": kind, kind: "a"},
+        {"type": address, address: {"url": "a"}},
+        {"type": address, address: "a"},
+        {"type": kind, "path": "a"},
+    ):
+        conversation = read_conversation(asks_in_parts(fields))
+        assert conversation.media_references == [(kind, "a")]
+        assert conversation.messages[0]["content"] == [{"type": kind}]
+
+
+def test_last_question_is_left_out_and_empty_columns_of_a_table_are_accepted():
+    turns = [{"role": "system", "content": "a"}, ASK, SAY, ASK]
+    assert read_conversation({"system": "a", "messages": turns, "conversations": []}).messages == turns[:3]
+
+
 # --- Tools --------------------------------------------------------------------------------------------------
 
 CALLS = [
@@ -268,10 +290,7 @@ def test_calls_and_reasoning_of_a_result_are_ignored():
 
 def test_reasoning_is_carried_beside_the_answer():
     answer = {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."}
-    for spelled in (
-        {**SAY, "reasoning_content": "A greeting."},
-        {**SAY, "reasoning": "A greeting."},
-    ):
+    for spelled in ({**SAY, "reasoning_content": "A greeting."}, {**SAY, "reasoning": "A greeting."}):
         assert read_conversation({"messages": [ASK, spelled]}).messages == [ASK, answer]
     within = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello"}
     assert read_conversation({"messages": [ASK, within]}).messages == [ASK, within]
@@ -323,6 +342,11 @@ def says(**more):
     return {"messages": [ASK, {**SAY, **more}]}
 
 
+def says_to(question, answer="Hello", **fields):
+    """A question, its answer, and fields of the record."""
+    return {"messages": [{**ASK, "content": question}, {**SAY, "content": answer}], **fields}
+
+
 def nested(depth):
     value = {}
     for _ in range(depth):
@@ -335,7 +359,14 @@ def asks_in_parts(*parts):
     return {"messages": [{"role": "user", "content": list(parts)}, SAY]}
 
 
-WEIGHT, PART = "bad loss weight", "unknown content part"
+def sharegpt(question, **fields):
+    """A question in ShareGPT's format, its answer, and fields beside them."""
+    return {**fields, "conversations": [{"from": "human", "value": question}, GPT]}
+
+
+HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+WEIGHT, PART, REFERENCE = "bad loss weight", "unknown content part", "bad media reference"
+AUDIO = "audio not supported"
 ARGUMENTS, THOUGHT = "messages[1].tool_calls[0].arguments", "<think>a</think>"
 REFUSED = [
     (says(weight=-1), WEIGHT, "messages[1].weight"),
@@ -374,6 +405,29 @@ REFUSED = [
     (says(tool_calls=[CALL], function_call=CALL["function"]), "bad tool call", "messages[1].function_call"),
     (says(role="tool_call", content=WRITTEN, tool_calls=[CALL]), "bad tool call", "messages[1].tool_calls"),
     (says(role="tool_call", content=THOUGHT + WRITTEN, reasoning="b"), "two reasonings", "messages[1]"),
+    # What is no conversation.
+    ([], "not an object", ""),
+    ({"x": 1}, "no conversation", ""),
+    ({"conversations": ["hi"]}, "bad turn", "conversations[0]"),
+    ({"conversations": [{"from": "narrator", "value": "x"}, GPT]}, "unknown role", "conversations[0].from"),
+    ({"messages": [ASK, {"role": None, "content": "x"}]}, "unknown role", "messages[1].role"),
+    (sharegpt("a\ud800b"), "bad text", "conversations[0].value"),
+    ({"conversations": [HUMAN]}, "no assistant turn", "conversations"),
+    ({"messages": [{"role": "system", "content": "x"}, SAY]}, "wrong role order", "messages"),
+    (sharegpt("x", system=5), "bad text", "system"),
+    ({"system": "a", "messages": [{**ASK, "role": "system"}, ASK, SAY]}, "two system prompts", "system"),
+    (sharegpt("x", messages=[ASK, SAY]), "two conversations", "conversations"),
+    (
+        {"image": "a", "conversations": [HUMAN, {**GPT, "value": "<image>"}]},
+        "empty answer",
+        "conversations[1]",
+    ),
+    (sharegpt("x", image="a.jpg"), "markers and media differ", "conversations"),
+    (sharegpt("<image>", image=5), REFERENCE, "image"),
+    (sharegpt("<image>", images=["a", ""]), REFERENCE, "images[1]"),
+    (asks_in_parts({"type": "tool_use"}), PART, "messages[0].content[0]"),
+    (asks_in_parts({"type": "image"}), REFERENCE, "messages[0].content[0].image"),
+    (asks_in_parts({"type": "video", "video": [["1.jpg"]]}), REFERENCE, "messages[0].content[0].video[0]"),
     # Functions and arguments are text for the model too.
     (offers(description="\ud800"), "bad text", "tools[0]"),
     (offers(description="<|image_pad|>"), "placeholder token in text", "tools[0]"),
@@ -386,6 +440,35 @@ REFUSED = [
     # A server takes the first closing tag for the end of the argument or call.
     (calls({"x": "a</parameter>b"}), "bad tool call", ARGUMENTS),
     (calls('{"x": [{"\\u003c/function>": 1}]}'), "bad tool call", ARGUMENTS),
+    # Audio, which the models cannot hear, is not trained on as if it were text. Qwen-Audio's and ms-swift's
+    # older spelling has the place in the text.
+    *(
+        (says_to(text), AUDIO, "messages[0].content")
+        for text in (
+            "Audio 1:<audio>https://example.com/glass breaking.wav</audio>\nWhat is it?",
+            # Tokens of Qwen2-Audio, Qwen2.5-Omni, Qwen3-Omni, Phi-4, MiniCPM and Kimi-Audio; by hand.
+            "<|audio_bos|><|AUDIO|><|audio_eos|>What is it?",
+            "<|audio_start|><|audio_pad|><|audio_end|>What is it?",
+            "What is <audio_1> about?",
+            "Transcribe this.\n<audio>",  # the list is lost, the placeholder is left
+        )
+    ),
+    (says_to("What is it?", audios=["glass.wav"]), AUDIO, "audios"),
+    (says_to("What is it?", audio="glass.wav"), AUDIO, "audio"),
+    (says_to("What is it?", audio={"path": None, "array": [0.0, 0.0]}), AUDIO, "audio"),
+    (says_to("What is it?", system="<audio>\nSpeak like this."), AUDIO, "system"),
+    *(
+        (asks_in_parts(part, text_part("What is it?")), AUDIO, f"messages[0].content[0]{field}")
+        for part, field in (
+            ({"type": "input_audio", "input_audio": {"data": "UklGRi", "format": "wav"}}, ""),  # OpenAI's
+            ({"type": "audio_url", "audio_url": {"url": "file:///glass.wav"}}, ""),  # vLLM's
+            ({"audio": "glass.wav"}, ".audio"),
+            ({**text_part("What is it?"), "audio": "glass.wav"}, ".audio"),
+            (text_part("<audio>"), ".text"),
+        )
+    ),
+    (says(audio={"id": "a"}), AUDIO, "messages[1].audio"),
+    (sharegpt("<image><audio>\nDo they match?", image="a.png"), AUDIO, "conversations[0].value"),
 ]
 
 
@@ -396,6 +479,39 @@ def test_records_that_cannot_be_trained_on_are_refused(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
     assert (error.value.reason, error.value.field_path) == (reason, field)
+    assert record != asks_in_parts({"type": "tool_use"}) or "valid: text, image, image_url" in str(
+        error.value
+    )
+
+
+NO_AUDIO = {"bytes": None, "path": None, "sampling_rate": 16000}  # datasets' Audio, where a row has none
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        says_to("How do I use the <audio> tag in HTML?"),
+        says_to("Explain\n```html\n<audio>\n```"),
+        says_to('<audio src="a.mp3" controls>'),
+        says_to("A page with sound, please.", '<audio>\n<source src="a.mp3">\n</audio>'),
+        says_to("Hi", audio=None, audios=[]),
+        says_to("Hi", audio=NO_AUDIO, audios=[NO_AUDIO]),
+        says_to([text_part("Hi") | {"audio": None, "input_audio": {"data": None, "format": "wav"}}]),
+    ],
+)
+def test_talk_about_audio_is_read_as_it_is(record):
+    question, answer = (turn["content"] for turn in record["messages"])
+    read = [message["content"] for message in read_conversation(record).messages]
+    assert read == [question if isinstance(question, str) else question[0]["text"], answer]
+
+
+@pytest.mark.parametrize("piece", ["x <audio> x", "`<audio>", "x<audio>.</audio", "\n" + " " * 300])
+def test_long_texts_are_searched_for_audio_in_linear_time(piece):
+    """A search that is quadratic anywhere would take minutes."""
+    begin = time.process_time()
+    with suppress(RecordError):
+        refuse_audio_in("x" + piece * 50_000 + "x", "")
+    assert time.process_time() - begin < 8
 
 
 @pytest.mark.parametrize(
