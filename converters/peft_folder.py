@@ -288,7 +288,15 @@ class PeftFolder:
         stack_a = factor_a.view(expert_count, rank, width_a)
         stack_b = factor_b.view(width_b, rank, expert_count).permute(2, 0, 1)
         if out_features == in_features:
-            self._check_sides_are_known(hf_name)
+            # A may have the outputs, as peft up to 0.18 wrote it. Only its version tells, which versions
+            # before 0.18 did not always write.
+            version = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
+            if version is None or tuple(map(int, version.groups())) < (0, 19):
+                raise WeightsError(
+                    f"{self.path}: {hf_name!r} holds square matrices, and peft_version in"
+                    f" {ADAPTER_CONFIG_FILE} is not 0.19 or later, so it is not known which factor has the"
+                    " inputs"
+                )
         elif width_a != in_features:
             stack_a, stack_b = stack_b.transpose(1, 2), stack_a.transpose(1, 2)
         return {hf_name: MatrixFactors(stack_a, stack_b, alpha)}
@@ -304,18 +312,6 @@ class PeftFolder:
             f"{self.path / ADAPTER_FILE}: the factors of {experts_name!r} have widths {width_a} and"
             f" {width_b}, which fit none of its stacks"
         )
-
-    def _check_sides_are_known(self, hf_name: str) -> None:
-        """Raises WeightsError if A of square matrices may have the outputs, as peft up to 0.18 wrote it.
-
-        Only its version tells, which versions before 0.18 did not always write.
-        """
-        version = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
-        if version is None or tuple(map(int, version.groups())) < (0, 19):
-            raise WeightsError(
-                f"{self.path}: {hf_name!r} holds square matrices, and peft_version in {ADAPTER_CONFIG_FILE}"
-                " is not 0.19 or later, so it is not known which factor has the inputs"
-            )
 
     def _resolve_patterns(self, setting: str, module_names: Iterable[str]) -> dict[str, dict[Any, str]]:
         """Name of a matrix -> {value: the entry of ``rank_pattern`` or ``alpha_pattern`` that gives it}.

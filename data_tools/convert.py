@@ -358,7 +358,10 @@ def _convert_records(
     spool_dir.rmdir()
     report.train, report.val = shard_writer.num_samples["train"], shard_writer.num_samples["val"]
     report.shards, report.bytes = len(shards), sum(shard.size_bytes for shard in shards)
-    return report, {shard.name: shard.record() for shard in shards}
+    return report, {
+        shard.name: {"samples": shard.num_samples, "bytes": shard.size_bytes, "sha256": shard.sha256}
+        for shard in shards
+    }
 
 
 def _numbered_records(

@@ -4,8 +4,6 @@ The turns and their content are read, and the listed media are assigned, in orde
 without a medium.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,7 +91,7 @@ class RecordFormat:
     turns_field: str
     """The field with the turns, or the one that says that there is a conversation."""
     matches_record: Callable[[dict[str, Any]], bool]
-    read_messages: Callable[[dict[str, Any], RecordReader], list[Message]] = lambda record, reader: (
+    read_messages: Callable[[dict[str, Any], "RecordReader"], list[Message]] = lambda record, reader: (
         reader.read_turns(listed_turns(record, reader.turns_field))
     )
     """Raises RecordError if the turns are something else."""
@@ -199,8 +197,16 @@ class RecordReader:
         return self.reference_in_folder(media_value, field_path), None
 
     def reference_in_folder(self, media_value: Any, field_path: str) -> Any:
-        reference = read_media_reference(media_value, field_path)
-        if not self.media_folder or not isinstance(reference, str):
+        """A medium's path, address or bytes. In a structure of both, as tables have it, bytes come first."""
+        reference = media_value
+        if isinstance(reference, dict):
+            has_bytes = isinstance(reference.get("bytes"), bytes) and reference["bytes"]
+            reference = has_bytes or reference.get("path", reference.get("url"))
+        if not isinstance(reference, str | bytes) or not reference:
+            found_text = "an empty string" if reference == "" else f"a {type(reference).__name__}"
+            detail = f"a path, a data: URI or bytes are required, but this is {found_text}"
+            raise RecordError("bad media reference", detail, field_path)
+        if not self.media_folder or isinstance(reference, bytes):
             return reference
         if "://" in reference or reference[:5].lower() == "data:" or reference.startswith("/"):
             return reference
@@ -281,8 +287,11 @@ class RecordReader:
 
     def read_content(self, role: str, turn_content: Any, field_path: str) -> Message:
         message: Message = {"role": role, "content": ""}
-        if role != "assistant":
-            self.refuse_audio_content(turn_content, field_path)
+        for item, text_path in _located_items(turn_content, field_path) if role != "assistant" else ():
+            if isinstance(item, dict):
+                item, text_path = item.get("text"), f"{text_path}.text"
+            if isinstance(item, str):
+                refuse_audio_in(item, text_path)
         if not isinstance(turn_content, list):
             text, strips = checked_text(turn_content, field_path), self.strip_user_text and role == "user"
             message["content"] = join_text_parts(self.text_parts(text, strips))
@@ -303,13 +312,6 @@ class RecordReader:
                     "two reasonings", "the turn holds two different reasonings", f"{field_path}.{key}"
                 )
             message["reasoning_content"] = reasoning_text
-
-    def refuse_audio_content(self, turn_content: Any, field_path: str) -> None:
-        for item, text_path in _located_items(turn_content, field_path):
-            if isinstance(item, dict):
-                item, text_path = item.get("text"), f"{text_path}.text"
-            if isinstance(item, str):
-                refuse_audio_in(item, text_path)
 
     def text_parts(self, marked_text: str, strip_text: bool = False) -> list[dict[str, Any]]:
         """The parts of a text with markers, with the next listed medium in the place of each marker.
@@ -487,15 +489,3 @@ def _located_items(value: Any, field_path: str) -> list[tuple[Any, str]]:
     if not isinstance(value, list):
         return [(value, field_path)]
     return [(item, f"{field_path}[{i}]") for i, item in enumerate(value)]
-
-
-def read_media_reference(media_value: Any, field_path: str) -> Any:
-    """A medium's path, address or bytes. In a structure of both, as tables have it, bytes come first."""
-    if isinstance(media_value, dict):
-        has_bytes = isinstance(media_value.get("bytes"), bytes) and media_value["bytes"]
-        media_value = has_bytes or media_value.get("path", media_value.get("url"))
-    if not isinstance(media_value, str | bytes) or not media_value:
-        found_text = "an empty string" if media_value == "" else f"a {type(media_value).__name__}"
-        detail = f"a path, a data: URI or bytes are required, but this is {found_text}"
-        raise RecordError("bad media reference", detail, field_path)
-    return media_value

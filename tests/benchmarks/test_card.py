@@ -85,9 +85,6 @@ def test_card_shows_another_learning_rate(hf, family: str, dtype: str, limit: fl
     assert gaps["eager"] == 0 or gaps["same"] < 5 * gaps["eager"]
 
 
-# --- The page -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.full
 @pytest.mark.ranks
 def test_page_shows_its_cards(card_file: Path, tmp_path, monkeypatch) -> None:

@@ -18,7 +18,7 @@ RELEASED = sorted(path.stem for path in CONFIGS.glob("*.json"))
 """All released sizes."""
 SIZES = [size for size in RELEASED if "-VL-" in size or size in ("Qwen3.6-27B", "Qwen3.5-35B-A3B")]
 """One of each structure. What the small dense sizes of Qwen3.5 have besides (tied embeddings, float32) is in
-``test_qwen3_5.py``."""
+``test_round_trip.py``."""
 
 
 def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .helpers import (
     hf_model,
     released_folder,
     released_tensors,
+    run,
     small_config,
     tp_sizes,
     write_hf,
@@ -181,6 +182,45 @@ def test_round_trip_of_experts_in_every_style(tmp_path: Path, style: str) -> Non
     for source in ("full", "shards", "other"):
         export_weights(tmp_path / source, origin, tmp_path / "back", force=True)
         assert_same_folder(origin, tmp_path / "back")
+
+
+@pytest.mark.parametrize(("experts", "mtp"), [("stacked", "stacked"), ("apart", "apart"), ("apart", "none")])
+def test_experts_and_prediction_in_every_style(tmp_path: Path, experts: str, mtp: str) -> None:
+    """Qwen3.5 stores MTP's experts apart beside stacked ones of the model, Qwen3.6 both stacked;
+    ``transformers`` writes the model's apart and loses MTP."""
+    size = "Qwen3.5-35B-A3B"
+    tensors = {name: t for name, t in released_tensors(size).items() if not name.startswith("mtp.")}
+    if experts == "apart":
+        tensors = experts_apart(tensors, input_first=False)
+    other = {"apart": size, "stacked": "Qwen3.6-35B-A3B", "none": "Qwen3.6-27B"}[mtp]
+    beside = {name: t for name, t in released_tensors(other).items() if name.startswith("mtp.")}
+    beside = {} if mtp == "none" else beside
+    origin = write_hf(tmp_path / "hf", tensors | beside, small_config(size), files=3)
+
+    report = convert_weights(origin, tmp_path / "shards", {"tp": 2, "pp": 2, "ep": 4, "etp": 2})
+    assert report.carried == len(beside) and (mtp == "none" or len(beside) > 4)
+    report = export_weights(tmp_path / "shards", origin, tmp_path / "back")
+    assert report.carried == len(beside) and report.tensors == len(tensors) + len(beside)
+    assert_same_folder(origin, tmp_path / "back")
+
+
+@pytest.mark.parametrize("place", ["", "model.", "language_model.", "model.language_model."])
+def test_prediction_is_left_where_it_is(tmp_path: Path, place: str, capsys) -> None:
+    """As released, and in the places of other tools, where transformers ignores it too."""
+    from transformers import AutoModelForImageTextToText
+
+    size, origin, full, back = "Qwen3.5-0.8B", tmp_path / "hf", tmp_path / "full", tmp_path / "back"
+    tensors = {place * name.startswith("mtp.") + name: t for name, t in released_tensors(size).items()}
+    write_hf(origin, tensors, small_config(size))
+    assert run("convert", "--hf", origin, "--out", full, "--parallel.tp", 2) == 0
+    note = "note: 3 tensors of multi-token prediction (mtp.*) were not converted"
+    assert note in capsys.readouterr().out
+    assert run("export", "--checkpoint", full, "--hf", origin, "--out", back) == 0
+    note = "(mtp.*) were copied from the original folder as they are: they were not"
+    assert note in capsys.readouterr().out
+    assert_same_folder(origin, back)
+    theirs = AutoModelForImageTextToText.from_pretrained(origin, output_loading_info=True)[1]
+    assert not theirs["missing_keys"] and all("mtp." in name for name in theirs["unexpected_keys"])
 
 
 def test_conversion_copies_other_files(tmp_path: Path) -> None:

@@ -10,9 +10,17 @@ import pytest
 from data_tools.formats import RecordError, detect_format, read_conversation
 from data_tools.formats.conversation import refuse_audio_in
 
-ASK = {"role": "user", "content": "Hi"}
-SAY = {"role": "assistant", "content": "Hello"}
-MARKED = {"role": "user", "content": "<image>\nHi"}
+
+def ask(content="Hi", **more):
+    return {"role": "user", "content": content, **more}
+
+
+def say(content="Hello", **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+ASK, SAY = ask(), say()
+MARKED = ask("<image>\nHi")
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}
 ROLES = ("system", "user", "assistant", "user", "assistant")
@@ -108,44 +116,6 @@ def test_qwen_strips_the_text_around_media_and_looks_in_data_path():
     assert read_conversation(alone, "qwen").messages[0]["content"] == "Hi"
 
 
-def test_alpaca_joins_instruction_and_input_by_a_newline():
-    record = {"instruction": "Translate.", "input": "Chat", "output": "Cat"}
-    assert read_conversation(record).messages == [
-        {"role": "user", "content": "Translate.\nChat"},
-        {"role": "assistant", "content": "Cat"},
-    ]
-    assert (
-        read_conversation({"instruction": "", "input": "Chat", "output": "Cat"}).messages[0]["content"]
-        == "Chat"
-    )
-
-
-def test_records_of_other_toolkits_are_read_as_their_documentation_means_them():
-    """TRL's parts have all keys, and images as tables hold them; ms-swift has boxes beside the texts."""
-    parts = [{"index": None, "text": "What?\n", "type": "text"}, {"index": 0, "text": None, "type": "image"}]
-    answer = [{"index": None, "text": "A dot.", "type": "text"}]
-    trl = {"messages": [ASK | {"content": parts}, SAY | {"content": answer}]}
-    read = read_conversation(trl | {"images": [{"bytes": b"png", "path": None}]})
-    assert read.messages == [
-        ASK | {"content": [text_part("What?\n"), {"type": "image"}]},
-        SAY | {"content": "A dot."},
-    ]
-    assert read.media_references == [("image", b"png")]
-
-    boxes = {"ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8], [360.9, 480.8, 495, 532.8]]}
-    for question, answer, objects in (
-        ("Find the <ref-object>", "<bbox><bbox>", boxes),
-        (
-            "Find the <|object_ref_start|>sheep<|object_ref_end|>",
-            "<|box_start|>(1,2)<|box_end|>",
-            {"bbox": []},
-        ),
-    ):
-        turns = [ASK | {"content": f"<image>{question}"}, SAY | {"content": answer}]
-        read = read_conversation({"messages": turns, "images": ["a.png"], "objects": objects})
-        assert [read.messages[0]["content"][1]["text"], read.messages[1]["content"]] == [question, answer]
-
-
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_media_parts_are_read_in_every_spelling(kind):
     address = f"{kind}_url"
@@ -158,11 +128,6 @@ def test_media_parts_are_read_in_every_spelling(kind):
         conversation = read_conversation(asks_in_parts(fields))
         assert conversation.media_references == [(kind, "a")]
         assert conversation.messages[0]["content"] == [{"type": kind}]
-
-
-def test_last_question_is_left_out_and_empty_columns_of_a_table_are_accepted():
-    turns = [{"role": "system", "content": "a"}, ASK, SAY, ASK]
-    assert read_conversation({"system": "a", "messages": turns, "conversations": []}).messages == turns[:3]
 
 
 # --- Tools --------------------------------------------------------------------------------------------------
@@ -226,23 +191,6 @@ def test_tool_calls_become_the_same_messages_in_every_format(name):
     assert conversation.ignored_keys == []
 
 
-def test_parallel_calls_and_a_thought_in_front_of_a_call():
-    thought = "<think>\nWhich city?\n</think>\n\n" + WRITTEN
-    turns = [
-        {"from": "human", "value": "Rain?"},
-        {"from": "function_call", "value": thought},
-        {"from": "observation", "value": "a"},
-        {"from": "gpt", "value": "Yes."},
-    ]
-    messages = read_conversation({"conversations": turns}).messages
-    assert messages[1] == SAY | {"content": "<think>\nWhich city?\n</think>", "tool_calls": [CALL]}
-
-    two = {"from": "function_call", "value": f"[{WRITTEN}, {WRITTEN}]"}
-    both = read_conversation({"conversations": [turns[0], two, turns[2], *turns[2:]]}).messages
-    assert both[1]["tool_calls"] == [CALL, CALL]
-    assert [m["role"] for m in both] == ["user", "assistant", "tool", "tool", "assistant"]
-
-
 def test_images_may_stand_in_results():
     """As in ms-swift's agents."""
     thought = {**LOOK, "content": "<think>\nI look.\n</think>\n"}
@@ -262,38 +210,96 @@ def test_images_may_stand_in_results():
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
-def test_reasoning_of_a_call_is_carried_to_its_turn():
-    call = {"role": "function_call", "content": WRITTEN, "reasoning_content": "Look it up."}
-    rest = [{"role": "tool", "content": "rain"}, SAY]
-    wanted = {"role": "assistant", "reasoning_content": "Look it up.", "tool_calls": [CALL]}
+def call_turn(content, **more):
+    """A call as a turn of its own."""
+    return {"role": "tool_call", "content": content, **more}
 
-    alone = read_conversation({"messages": [ASK, call, *rest]})
-    assert alone.messages == [ASK, {**wanted, "content": ""}, *rest]
-    joined = read_conversation({"messages": [ASK, SAY, call, *rest]})
-    assert joined.messages == [ASK, {**wanted, "content": "Hello"}, *rest]
-    same = read_conversation({"messages": [ASK, {**SAY, "reasoning": "Look it up."}, call, *rest]})
-    assert same.messages == joined.messages and same.ignored_keys == []
 
-    other = {**SAY, "reasoning_content": "Other."}
-    apart = read_conversation({"messages": [ASK, other, call, *rest]})
-    assert apart.messages == [ASK, other, {**wanted, "content": ""}, *rest]
-    with pytest.raises(RecordError) as error:
-        read_conversation({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, call, *rest]})
-    assert error.value.reason == "wrong role order"
+RESULT = {"role": "tool", "content": "rain"}
+LOOKED = call_turn(WRITTEN, reasoning_content="Look it up.")
+CALLED = {"reasoning_content": "Look it up.", "tool_calls": [CALL]}
+THINKING = "<think>\nWhich city?\n</think>"
+BOXES = {"ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8], [360.9, 480.8, 495, 532.8]]}
+SHEEP, DOTS = "Find the <|object_ref_start|>sheep<|object_ref_end|>", "<|box_start|>(1,2)<|box_end|>"
+TRL = [{"index": None, "text": "What?\n", "type": "text"}, {"index": 0, "text": None, "type": "image"}]
+READ = {
+    "alpaca": (
+        {"instruction": "Translate.", "input": "Chat", "output": "Cat"},
+        [ask("Translate.\nChat"), say("Cat")],
+    ),
+    "alpaca without an instruction": (
+        {"instruction": "", "input": "Chat", "output": "Cat"},
+        [ask("Chat"), say("Cat")],
+    ),
+    "TRL: parts with all keys, images as tables hold them": (
+        {
+            "messages": [ask(TRL), say([{"index": None, "text": "A dot.", "type": "text"}])],
+            "images": [{"bytes": b"png", "path": None}],
+        },
+        [ask([text_part("What?\n"), {"type": "image"}]), say("A dot.")],
+    ),
+    "ms-swift: boxes beside the texts": (
+        {
+            "messages": [ask("<image>Find the <ref-object>"), say("<bbox><bbox>")],
+            "objects": BOXES,
+            "image": "a",
+        },
+        [ask([{"type": "image"}, text_part("Find the <ref-object>")]), say("<bbox><bbox>")],
+    ),
+    "ms-swift: boxes in the texts": (
+        {"messages": [ask(f"<image>{SHEEP}"), say(DOTS)], "objects": {"bbox": []}, "image": "a"},
+        [ask([{"type": "image"}, text_part(SHEEP)]), say(DOTS)],
+    ),
+    "last question and empty columns": (
+        {"system": "a", "messages": [{"role": "system", "content": "a"}, ASK, SAY, ASK], "conversations": []},
+        [{"role": "system", "content": "a"}, ASK, SAY],
+    ),
+    "thought in front of a call": (
+        {"messages": [ASK, call_turn(f"{THINKING}\n\n{WRITTEN}"), RESULT, SAY]},
+        [ASK, say(THINKING, tool_calls=[CALL]), RESULT, SAY],
+    ),
+    "parallel calls": (
+        {"messages": [ASK, call_turn(f"[{WRITTEN}, {WRITTEN}]"), RESULT, RESULT, SAY]},
+        [ASK, say("", tool_calls=[CALL, CALL]), RESULT, RESULT, SAY],
+    ),
+    "reasoning of a call": ({"messages": [ASK, LOOKED, RESULT, SAY]}, [ASK, say("", **CALLED), RESULT, SAY]),
+    "reasoning of a call after an answer": (
+        {"messages": [ASK, SAY, LOOKED, RESULT, SAY]},
+        [ASK, say(**CALLED), RESULT, SAY],
+    ),
+    "reasoning of an answer and its call": (
+        {"messages": [ASK, say(reasoning="Look it up."), LOOKED, RESULT, SAY]},
+        [ASK, say(**CALLED), RESULT, SAY],
+    ),
+    "another reasoning of an answer": (
+        {"messages": [ASK, say(reasoning_content="Other."), LOOKED, RESULT, SAY]},
+        [ASK, say(reasoning_content="Other."), say("", **CALLED), RESULT, SAY],
+    ),
+    "reasoning beside an answer": (
+        {"messages": [ASK, say(reasoning="A greeting."), ASK, say(reasoning_content="Again.")]},
+        [ASK, say(reasoning_content="A greeting."), ASK, say(reasoning_content="Again.")],
+    ),
+    "reasoning within an answer": ({"messages": [ASK, say(THINKING)]}, [ASK, say(THINKING)]),
+    "weights of a record and its turns": (
+        {"weight": 0.5, "messages": [ask(weight=0), say(weight=3), ASK, SAY]},
+        [ASK, say(loss_weight=1.5), ASK, say(loss_weight=0.5)],
+    ),
+    "weight 1": ({"weight": 1, "messages": [ASK, SAY]}, [ASK, SAY]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_records_are_read_as_their_documentation_means_them(name):
+    record, messages = READ[name]
+    conversation = read_conversation(record)
+    assert conversation.messages == messages
+    assert conversation.ignored_keys in ([], [("content parts", "index")])  # TRL's
 
 
 def test_calls_and_reasoning_of_a_result_are_ignored():
-    result = {"role": "tool", "content": "rain", "tool_call_id": "1", "reasoning": "a", "tool_calls": [CALL]}
-    read = read_conversation({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, result, SAY]})
+    result = {**RESULT, "tool_call_id": "1", "reasoning": "a", "tool_calls": [CALL]}
+    read = read_conversation({"messages": [ASK, say(tool_calls=[CALL]), result, SAY]})
     assert read.ignored_keys == [("turns", "reasoning"), ("turns", "tool_calls")]
-
-
-def test_reasoning_is_carried_beside_the_answer():
-    answer = {"role": "assistant", "content": "Hello", "reasoning_content": "A greeting."}
-    for spelled in ({**SAY, "reasoning_content": "A greeting."}, {**SAY, "reasoning": "A greeting."}):
-        assert read_conversation({"messages": [ASK, spelled]}).messages == [ASK, answer]
-    within = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello"}
-    assert read_conversation({"messages": [ASK, within]}).messages == [ASK, within]
 
 
 @pytest.mark.parametrize(
@@ -317,13 +323,6 @@ def test_weights_of_turns_as_peers_spell_them(spelling, weight):
     assert any("loss_weight" in message for message in conversation.messages) == (weight is not None)
 
 
-def test_weight_of_a_record_multiplies_those_of_its_turns():
-    record = {"weight": 0.5, "messages": [{**ASK, "weight": 0}, {**SAY, "weight": 3}, ASK, SAY]}
-    weights = [m.get("loss_weight") for m in read_conversation(record).messages]
-    assert weights == [None, 1.5, None, 0.5]
-    assert read_conversation({"weight": 1, "messages": [ASK, SAY]}).messages == [ASK, SAY]
-
-
 # --- What is refused ----------------------------------------------------------------------------------------
 
 
@@ -339,12 +338,12 @@ def offers(**more):
 
 def says(**more):
     """A question and an answer with these fields too."""
-    return {"messages": [ASK, {**SAY, **more}]}
+    return {"messages": [ASK, say(**more)]}
 
 
 def says_to(question, answer="Hello", **fields):
     """A question, its answer, and fields of the record."""
-    return {"messages": [{**ASK, "content": question}, {**SAY, "content": answer}], **fields}
+    return {"messages": [ask(question), say(answer)], **fields}
 
 
 def nested(depth):
@@ -356,7 +355,7 @@ def nested(depth):
 
 def asks_in_parts(*parts):
     """A conversation whose question is these content parts."""
-    return {"messages": [{"role": "user", "content": list(parts)}, SAY]}
+    return {"messages": [ask(list(parts)), SAY]}
 
 
 def sharegpt(question, **fields):
@@ -400,7 +399,8 @@ REFUSED = [
     ({"tools": [{"type": "function"}], "messages": [ASK, SAY]}, "bad tools", "tools[0]"),
     (calls("{"), "bad tool call", ARGUMENTS),
     ({"messages": [ASK, SAY, {"role": "tool", "content": "x"}]}, "wrong role order", "messages"),
-    ({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, ASK]}, "wrong role order", "messages"),
+    ({"messages": [ASK, say(tool_calls=[CALL]), ASK]}, "wrong role order", "messages"),
+    ({"messages": [ASK, say(tool_calls=[CALL]), LOOKED, RESULT, SAY]}, "wrong role order", "messages"),
     (says(reasoning="a", thinking="b"), "two reasonings", "messages[1].thinking"),
     (says(tool_calls=[CALL], function_call=CALL["function"]), "bad tool call", "messages[1].function_call"),
     (says(role="tool_call", content=WRITTEN, tool_calls=[CALL]), "bad tool call", "messages[1].tool_calls"),

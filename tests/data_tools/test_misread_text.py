@@ -33,8 +33,6 @@ def trained_text(encoder: ChatEncoder, record: dict) -> str:
     return encoder.tokenizer.decode(ids[mask.bool()])
 
 
-# --- Answers ------------------------------------------------------------------------------------------------
-
 LOST = {
     "two closing tags": "alpha</think>beta</think>gamma",
     "text before the block": "alpha <think>beta</think> gamma",
@@ -99,9 +97,6 @@ def test_ordinary_answers_are_accepted(encoder, count):
         trained_text(encoder, record)
 
 
-# --- Results and their calls --------------------------------------------------------------------------------
-
-
 def call_of(call_id: object, arguments: object = None) -> dict:
     function = {"name": f"f{call_id}", "arguments": {} if arguments is None else arguments}
     return {"id": call_id, "type": "function", "function": function}
@@ -161,8 +156,6 @@ def test_calls_as_turns_have_ids_too():
     assert [m["content"] for m in read if m["role"] == "tool"] == ["result of 1", "result of 2"]
 
 
-# --- Control tokens -----------------------------------------------------------------------------------------
-
 TOKENS = [f"<|{name}|>" for name in "im_end im_start endoftext vision_start vision_end vision_pad".split()]
 
 
@@ -220,8 +213,6 @@ def test_texts_like_control_tokens_are_accepted(encoder, text):
     for record in records_with(text).values():
         trained_text(encoder, record)
 
-
-# --- Numbers and keys of arguments --------------------------------------------------------------------------
 
 CHANGED = {
     "a key twice": '{"a": 1, "a": 2}',

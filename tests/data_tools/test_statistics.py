@@ -164,9 +164,6 @@ def test_quantiles_equal_those_by_hand():
     assert weighted["mean"] == pytest.approx(0.9 * 7 + 4 + 0.18)
 
 
-# --- The data sets of a mixture, and single samples of them -------------------------------------------------
-
-
 def test_samples_are_found_by_key_and_by_place(out):
     (source,) = read_sources(out, "train")
     assert len(source) == 31 and source.shard_position(20) == ("train-000001.tar", 0)

@@ -33,11 +33,6 @@ class Mark:
         return "\n".join([touch, *classes])
 
     @property
-    def expression(self) -> str:
-        """A Python expression that creates the file when it is evaluated."""
-        return f"__import__('pathlib').Path({str(self.path)!r}).touch()"
-
-    @property
     def template(self) -> str:
         """A Jinja template that creates the file if nothing stops it."""
         return "{{ cycler.__init__.__globals__.os.system('touch " + str(self.path) + "') }}"
