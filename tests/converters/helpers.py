@@ -22,8 +22,7 @@ SIZES = [size for size in RELEASED if "-VL-" in size or size in ("Qwen3.6-27B", 
 
 
 def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:
-    """The released config of ``size`` with the same heads, key/value heads and flags; everything
-    else is small."""
+    """The released config with the same heads, key/value heads and flags; everything else is small."""
     config = json.loads((CONFIGS / f"{size}.json").read_text())
     if "text_config" in config:
         return small_nested_config(config, layers, vision_layers)
@@ -152,8 +151,7 @@ def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
 
 
 def experts_apart(tensors: dict[str, Tensor], *, input_first: bool = True) -> dict[str, Tensor]:
-    """Tensors of Qwen3-VL-MoE or Qwen3.5-MoE as released, with separate tensors for each expert's matrices,
-    named as in the text models (Qwen3-MoE)."""
+    """Tensors with each expert's matrices apart, named as in the text models (Qwen3-MoE)."""
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".mlp.experts." not in name or name.startswith("mtp."):
@@ -215,7 +213,6 @@ def released_folder(folder: Path, size: str, files: int = 2, layers: int = 4) ->
 
 
 def run(*words: object) -> int:
-    """Runs a command."""
     return main([str(word) for word in words])
 
 
@@ -228,7 +225,6 @@ def assert_same_folder(a: Path, b: Path) -> None:
 
 
 def flip_a_bit(file: Path) -> None:
-    """In the middle of a file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)

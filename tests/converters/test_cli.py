@@ -34,7 +34,6 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_convert_split_merge_export_give_the_folder_back(tmp_path: Path, capsys) -> None:
-    """Experts have files of their own."""
     hf = released_folder(tmp_path / "hf", "Qwen3-VL-30B-A3B-Instruct", files=3)
     full, shards = tmp_path / "full", tmp_path / "shards"
     assert run("convert", "--hf", hf, "--out", full) == 0
@@ -137,7 +136,6 @@ def present_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_verify_reads_both_naming_styles(tmp_path: Path, capsys) -> None:
-    """The same tensors under other names are identical; a differing bit is found under any name."""
     tensors = released_tensors(TIED)
     a = write_hf(tmp_path / "a", tensors, small_config(TIED))
     b = write_hf(tmp_path / "b", present_names(tensors), small_config(TIED), files=2)

@@ -207,7 +207,6 @@ def test_trained_float32_is_rounded_to_the_origins_type(tmp_path: Path) -> None:
 
 
 def test_force_touches_nothing_else(tmp_path: Path) -> None:
-    """Neither another kind of checkpoint, nor an arbitrary folder, nor the input folder."""
     origin = hf_with(tmp_path / "hf")
     convert_weights(origin, tmp_path / "full")
     other = tmp_path / "another_hf"
@@ -226,7 +225,6 @@ def test_force_touches_nothing_else(tmp_path: Path) -> None:
 
 
 def test_failed_conversion_leaves_no_checkpoint(tmp_path: Path) -> None:
-    """Weights that turn out to be invalid halfway end the conversion with a name, and nothing remains."""
     convert_weights(hf_with(tmp_path / "hf"), tmp_path / "shards", {"tp": 2, "pp": 2})
     flip_a_bit(tmp_path / "shards" / "tp01_pp01.safetensors")
     with pytest.raises(WeightsError, match="tp01_pp01.safetensors is damaged: tensor "):

@@ -117,7 +117,6 @@ def test_adapters_keep_their_bits_through_all_layouts(tmp_path, adapters, family
 
 
 def rewritten(source: Path, target: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
-    """A copy of an adapter with other tensors and settings."""
     target.mkdir()
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, target / ADAPTER_FILE)
     config = json.loads((source / ADAPTER_CONFIG_FILE).read_text()) | settings
@@ -246,7 +245,6 @@ REFUSED: list[tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], dict[str,
 
 @pytest.mark.parametrize(("message", "settings", "change"), REFUSED, ids=[each[0] for each in REFUSED])
 def test_unsupported_settings_and_tensors_are_refused(tmp_path, adapters, message, settings, change) -> None:
-    """What cannot be represented is named: modules without adapters here, lost factors, missing experts."""
     hf, adapter = float_checkpoint("qwen3_5_moe"), adapters("qwen3_5_moe")
     tensors = change(load_file(adapter / ADAPTER_FILE))
     with pytest.raises(WeightsError, match=message):
@@ -261,7 +259,6 @@ def test_pickles_are_refused(tmp_path, adapters) -> None:
 
 
 def test_square_experts_need_a_known_version(tmp_path) -> None:
-    """If inputs and outputs are equally many, only the version says which factor has which."""
     hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32, expert_ffn_hidden_size=64)
     settings = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
     adapter = peft_folder(tmp_path / "adapter", hf, **settings)
@@ -302,7 +299,6 @@ def test_command_exports_adapters(tmp_path, adapters, capsys) -> None:
 
 
 def test_adapters_keep_the_chat_template_that_they_were_trained_with(tmp_path: Path, adapters) -> None:
-    """In PEFT's folder, and from there into a merged model and into weights."""
     hf, step = float_checkpoint("qwen2_vl"), tmp_path / "step_00000001"
     convert_adapter(adapters("qwen2_vl"), hf, step / "weights")
     write_run_json(step, {"fields": {"data.max_pixels": 1, "data.chat_template": "{{ messages }}"}})

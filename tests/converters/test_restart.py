@@ -33,7 +33,6 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def works(origin: Path) -> dict[str, Callable[..., Any]]:
-    """The conversions, whose results lie beside ``origin``, each under its name."""
     works: dict[str, Callable[..., Any]] = {
         "convert": partial(convert_weights, origin),
         "split": partial(reshard_weights, origin.with_name("convert"), layout=LAYOUT | {"vpp": 2}),
@@ -46,13 +45,8 @@ def works(origin: Path) -> dict[str, Callable[..., Any]]:
 
 
 def attempt(work: Callable[..., Any], log: Path, kill_before: int = 0, kill_after: float = 0) -> int | None:
-    """Runs a conversion in a child. Returns its exit code, or None if it was killed.
-
-    Args:
-        kill_before: the child kills itself before its n-th writing operation; 0: never, and it writes how
-            many there were.
-        kill_after: the parent kills the child after this many seconds; 0: never.
-    """
+    """Runs a conversion in a child, which kills itself before its n-th writing operation (0: it counts them),
+    or is killed after some seconds. Returns its exit code, or None if it was killed."""
     child = os.fork()
     if not child:
         operations = itertools.count(1)
@@ -93,11 +87,6 @@ KILLED += [pytest.param(command, False, marks=pytest.mark.full) for command in (
 def test_killed_conversion_gives_the_same_bytes(
     tmp_path, origin, works, command: str, replaces: bool
 ) -> None:
-    """SIGKILL comes before chosen writing operations and at random times, and now and then a second time.
-
-    Args:
-        replaces: whether ``--force`` replaces other weights, which have a file of the user beside them.
-    """
     out, log, whole, earlier = (tmp_path / name for name in ("out", "log", "whole", "earlier"))
     shutil.copytree(origin.with_name(command), whole)
     shutil.copytree(origin.with_name("split"), earlier)

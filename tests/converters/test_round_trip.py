@@ -62,7 +62,6 @@ def layouts() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def origins(tmp_path_factory: pytest.TempPathFactory):
-    """Maps each size to a folder in the released form, written once."""
     root, folders = tmp_path_factory.mktemp("released"), {}
 
     def origin(size: str) -> Path:
@@ -89,8 +88,6 @@ def test_round_trip_of_every_layout(tmp_path: Path, origins, size: str, layout: 
 
 @pytest.mark.parametrize("size", [pytest.param(size, marks=in_make_test(size in FIRST)) for size in SIZES])
 def test_round_trip_through_two_layouts(tmp_path: Path, origins, size: str) -> None:
-    """HF -> unsplit -> shards A -> shards B -> unsplit gives the same unsplit bytes; B -> HF the
-    same HF bytes."""
     origin, tp = origins(size), tp_sizes(size)[-1]
     a: dict[str, Any] = {"tp": tp, "pp": 2, "vpp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {})
     b: dict[str, Any] = {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]} | (
@@ -118,8 +115,7 @@ SAVED = [
 
 @pytest.mark.parametrize(("size", "original_format"), SAVED)
 def test_round_trip_of_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> None:
-    """Folders that transformers 5 writes have a nested config and either naming style; loaded again
-    they are equal."""
+    """Folders of transformers 5 have a nested config; loaded again they are equal."""
     model = hf_model(size)
     model.save_pretrained(tmp_path / "hf", max_shard_size="2MB", save_original_format=original_format)
     assert "text_config" in json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -159,8 +155,7 @@ def test_round_trip_of_unusual_folders(tmp_path: Path, size: str, change: Callab
 
 @pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
 def test_round_trip_of_experts_in_every_style(tmp_path: Path, style: str) -> None:
-    """Stacks in either orientation or separate experts come back unchanged, with dense layers in between, and
-    another type of one of the two stacks, or of a part of one."""
+    """With dense layers in between, and another type of one of the two stacks, or of a part of one."""
     size = "Qwen3-VL-30B-A3B-Instruct"
     config, tensors = small_config(size), released_tensors(size)
     config["text_config"]["mlp_only_layers"] = [1]
@@ -224,8 +219,6 @@ def test_prediction_is_left_where_it_is(tmp_path: Path, place: str, capsys) -> N
 
 
 def test_conversion_copies_other_files(tmp_path: Path) -> None:
-    """Folders of templates and files linked as in the hub's cache are copied; weights in other formats
-    are named instead."""
     origin = released_folder(tmp_path / "cache" / "snapshots" / "1a2b", "Qwen2.5-VL-3B-Instruct")
     (origin / "additional_chat_templates").mkdir()
     (origin / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")

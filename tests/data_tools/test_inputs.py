@@ -46,7 +46,6 @@ def out_of(folder: Path, *inputs: Path, **options) -> Path:
 
 
 def test_tables_give_the_samples_of_the_same_records_in_json(tmp_path):
-    """In Parquet, in a folder of `datasets` and as data URIs: the same samples."""
     import datasets
 
     write(tmp_path / "media/here.png", IMAGE)

@@ -63,7 +63,6 @@ def undisturbed(source, tmp_path_factory) -> dict[str, str]:
 
 
 def killed_after(seconds: float, source: Path, out: Path, workers: int) -> bool:
-    """Whether SIGKILL found the conversion at work."""
     process = FORK.Process(target=convert, args=(source, out), kwargs={"workers": workers})
     process.start()
     process.join(seconds)

@@ -227,7 +227,6 @@ CHANGED = {
 @pytest.mark.parametrize("as_text", [True, False])
 @pytest.mark.parametrize("name", CHANGED)
 def test_arguments_that_parsing_would_change_are_refused(name, as_text, tmp_path):
-    """The arguments are an object, or text."""
     written = json.dumps(CHANGED[name]) if as_text else CHANGED[name]
     call = f'{{"type": "function", "function": {{"name": "f", "arguments": {written}}}}}'
     messages = f'[{json.dumps(USER)}, {{"role": "assistant", "content": "", "tool_calls": [{call}]}}]'

@@ -177,7 +177,6 @@ def test_samples_are_found_by_key_and_by_place(out):
 
 
 def test_folder_of_parts_gives_a_source_for_each(tmp_path):
-    """The third part has no shard of the split."""
     parts = []
     for number, counts in enumerate(([3, 4], [5], [])):
         shards = {f"train-{i:06d}.tar": count for i, count in enumerate(counts)}

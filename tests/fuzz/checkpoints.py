@@ -150,8 +150,7 @@ class Mutator:
         path = self.random.choice([path for path in self.json if path.name == MANIFEST_FILE])
         content = json.loads(path.read_text())
         key = self.random.choice([key for key in DECIDED if key in content])
-        value, where = edited({key: content.pop(key)}, self.random)
-        content |= value if isinstance(value, dict) else {}
+        content[key], where = edited(content[key], self.random)
         content["digest"] = manifest_digest(content)
         replace(path, json.dumps(content).encode())
         return [self.name(path), key, *map(str, where)]
@@ -179,8 +178,7 @@ class Mutator:
         return [self.name(path), MANIFEST_FILE, *self.described_by(path)]
 
     def described_by(self, path: Path) -> list[str]:
-        """If a description is another step's, it and the files that it describes disagree, and either
-        may be named."""
+        """If a description is another step's, either it or a file that it describes may be named."""
         described = path.name in ("run.json", MANIFEST_FILE)
         return [self.name(file) for file in self.files if described and path.parent in file.parents]
 
@@ -241,7 +239,6 @@ class Bench:
         return self._command("export", "--checkpoint", checkpoint, "--hf", self.hf)
 
     def _command(self, *words: Any) -> str:
-        """The hash of everything that a command writes."""
         out = self.folder / "out"
         error = io.StringIO()
         shutil.rmtree(out, ignore_errors=True)
@@ -309,10 +306,7 @@ class Bench:
 
 
 def read_damaged(bench: Bench, name: str, random: Random) -> dict[str, str]:
-    """Damages a copy of a checkpoint and reads it in all ways. Returns ``same`` or ``refused`` by action.
-
-    Raises AssertionError for any other outcome.
-    """
+    """Damages a copy of a checkpoint and reads it in all ways. Returns ``same`` or ``refused`` by action."""
     copy = bench.folder / "damaged"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(bench.folder / name, copy, copy_function=os.link)

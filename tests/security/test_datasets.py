@@ -221,8 +221,7 @@ def test_members_that_are_links_give_nothing_of_the_system(dataset, tmp_path):
 
 
 def test_image_larger_than_said_is_not_decoded(dataset):
-    """The image has 3.6 gigapixels in a few bytes, with the size and the checksum that
-    the sample states."""
+    """It has 3.6 gigapixels in a few bytes, and the size and checksum that the sample states."""
     big = bomb(60_000, 60_000)
 
     def swap(members: list[Member]) -> list[Member]:

@@ -79,8 +79,7 @@ def test_other_weights_than_the_folders_are_refused(hf, mark, field):
 
 
 def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
-    """This holds even if a user at the terminal would say yes, because nobody asks. Pickles beside the
-    weights are not opened."""
+    """Not even if a user at the terminal would say yes. Pickles beside the weights are not opened."""
     monkeypatch.setattr(builtins, "input", lambda *question: "y")
     saved = "pytorch_model.bin model.pt consolidated.00.pth training_args.bin optimizer.pt scheduler.pt"
     for name in saved.split():

@@ -90,8 +90,6 @@ def text_bomb() -> bytes:
 
 
 def test_bombs_are_refused_by_their_headers(tmp_path, secret):
-    """Hundreds of millions of pixels, claimed by a header or really present, and text that
-    unpacks without end."""
     bombs = {"header.png": bomb(60_000, 60_000), "limit.png": bomb(65_500, 65_500), "text.png": text_bomb()}
     for name, data in bombs.items():
         write(tmp_path / "media" / name, data)

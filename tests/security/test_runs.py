@@ -30,7 +30,6 @@ def signed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def replaced(step: Path, name: str, data: bytes) -> None:
-    """Replaces the content of a file of ``run.json`` and makes its hash fit."""
     (step / name).unlink()
     (step / name).write_bytes(data)
     facts = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -150,7 +149,6 @@ def test_hostile_checkpoints_are_refused_or_read_without_harm(outcomes, kind):
     ids=["class", "function", "import", "objects", "pickle"],
 )
 def test_loader_state_names_no_class_of_its_own(value):
-    """At any depth of what a loader writes."""
     assert state_from_json(state_to_json({"a": [1, [2.5, "x"]]})) == {"a": [1, [2.5, "x"]]}
     with pytest.raises((LoaderStateError, ValueError)):
         state_from_json(state_to_json({"a": 1})["dict"] + [value])
