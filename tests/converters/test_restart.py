@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -131,28 +132,6 @@ def test_killed_conversion_gives_the_same_bytes(
     assert states == {"absent", "complete"} | ({"earlier"} if replaces else set())
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_full_disk_leaves_what_was_there(tmp_path, origin, monkeypatch, force: bool) -> None:
-    if force:
-        convert_weights(origin, tmp_path / "out", LAYOUT)
-        shutil.copytree(tmp_path / "out", tmp_path / "before")
-    before = sorted(tmp_path.rglob("*"))
-    calls = [0]
-
-    def failing(self, data, offset, write=TensorWriter._write_at):
-        calls[0] += 1
-        if calls[0] > 40:
-            raise OSError(28, "No space left on device")
-        write(self, data, offset)
-
-    monkeypatch.setattr(TensorWriter, "_write_at", failing)
-    with pytest.raises(OSError, match="No space left"):
-        convert_weights(origin, tmp_path / "out", force=force)
-    assert sorted(tmp_path.rglob("*")) == before
-    if force:
-        assert_same_folder(tmp_path / "before", tmp_path / "out")
-
-
 def test_folders_of_others_are_not_removed(tmp_path: Path, origin: Path, monkeypatch) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "notes.txt").write_text("mine")
@@ -177,26 +156,37 @@ def test_link_to_another_disk_stays_a_link(tmp_path: Path, origin: Path) -> None
     assert_same_folder(tmp_path / "whole", tmp_path / "disk" / "weights")
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_failed_rename_gives_the_earlier_folder_back(tmp_path, origin, monkeypatch, fails_at: int) -> None:
-    out = tmp_path / "out"
-    convert_weights(origin, out, LAYOUT)
-    (out / "mine").mkdir()
-    shutil.copytree(out, tmp_path / "before")
-    calls = [0]
+@pytest.mark.parametrize("fault", ["new and disk full", "disk full", "first rename", "second rename"])
+def test_failed_conversion_leaves_what_was_there(tmp_path, origin, monkeypatch, fault: str) -> None:
+    out, before, calls = tmp_path / "out", tmp_path / "before", itertools.count(1)
+    if "new" not in fault:
+        convert_weights(origin, out, LAYOUT)
+        (out / "mine").mkdir()
+        shutil.copytree(out, before)
+    there = sorted(tmp_path.rglob("*"))
 
-    def failing(old, new, replace=os.replace):
-        if ".partial" in f"{old} {new}" and not str(old).endswith(".safetensors.partial"):
-            calls[0] += "manifest" not in str(old)
-            if calls[0] == fails_at:
+    def write(self, data, offset, write=TensorWriter._write_at):
+        if "disk full" in fault and next(calls) > 40:
+            raise OSError(28, "No space left on device")
+        write(self, data, offset)
+
+    def rename(old, new, replace=os.replace):
+        if (
+            "rename" in fault
+            and ".partial" in f"{old} {new}"
+            and not re.search("safetensors|manifest", str(old))
+        ):
+            if next(calls) == 1 + ("second" in fault):
                 raise OSError(5, "Input/output error")
         replace(old, new)
 
-    monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(OSError, match="Input/output"):
+    monkeypatch.setattr(TensorWriter, "_write_at", write)
+    monkeypatch.setattr(os, "replace", rename)
+    with pytest.raises(OSError, match="No space left|Input/output"):
         convert_weights(origin, out, force=True)
-    assert_same_folder(tmp_path / "before", out)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["before", "out"]
+    assert sorted(tmp_path.rglob("*")) == there
+    if before.exists():
+        assert_same_folder(before, out)
 
 
 def test_export_is_on_the_disk_when_it_returns(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE
-from tests.fuzz.checkpoints import Bench, Refused
+from tests.fuzz.test_checkpoints import Bench, Refused
 from tests.security.payload import Mark
 from tests.support.ranks import call
 
