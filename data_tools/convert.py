@@ -32,6 +32,7 @@ from megatron_vl.system import durable_files
 from megatron_vl.system.errors import DISK_REMEDIES, is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.system.progress_bar import progress
+from megatron_vl.weights.trained_media import read_json_object
 
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
@@ -253,11 +254,7 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
 
 def _check_is_empty(dataset_dir: Path) -> None:
     """Raises FileExistsError unless a folder is a data set without a sample, which the next one replaces."""
-    try:
-        is_empty = json.loads((dataset_dir / "report.json").read_text())["samples"] == 0
-    except (OSError, ValueError, KeyError, TypeError):
-        is_empty = False
-    if not is_empty:
+    if read_json_object(dataset_dir / "report.json").get("samples") != 0:
         raise FileExistsError(f"--out {dataset_dir} exists; remove it, or give another --out")
 
 

@@ -219,8 +219,9 @@ class ShardWriter:
         shard.close()
         shard_number = sum(self.num_shards.values())
         self.num_shards[split_name] += 1
-        arguments = (shard.name, shard_number, len(shard.samples), self.dataset_dir)
-        self.pending_shards.append(self.submit(index_shard, *arguments))
+        self.pending_shards.append(
+            self.submit(index_shard, shard.name, shard_number, len(shard.samples), self.dataset_dir)
+        )
         while len(self.pending_shards) > self.max_pending:
             self.index_writer.add_shard(self.pending_shards.popleft().result())
 

@@ -144,11 +144,6 @@ class RecordReader:
         self.field_paths: list[str] = []
         self.media_limits: list[dict[str, Any]] = []
 
-    def note_ignored_keys(
-        self, key_location: str, json_object: dict[str, Any], *read_keys: str | None
-    ) -> None:
-        self.ignored_keys += unread_keys(key_location, json_object, *read_keys)
-
     def listed_references(
         self, record: dict[str, Any], field_name: str
     ) -> list[tuple[Any, str, dict[str, Any]]]:
@@ -166,7 +161,9 @@ class RecordReader:
             if isinstance(item, dict):
                 reference, limits, limit_keys = read_medium_limits(kind, reference, item, prefix)
                 refuse_unread_keys(item, MEDIUM_KEYS, prefix, limit_keys)
-                self.note_ignored_keys("listed media", item, "path", "url", "bytes", rate_key, *limit_keys)
+                self.ignored_keys += unread_keys(
+                    "listed media", item, "path", "url", "bytes", rate_key, *limit_keys
+                )
             elif rate_key:
                 self.frame_rate_keys.add(rate_key)
             located_media.append((reference, field_path, limits))
@@ -247,7 +244,7 @@ class RecordReader:
             raise RecordError("unknown role", detail, f"{field_path}.{role_field}")
 
         structure_keys = ROLE_TURN_KEYS.get(role, TURN_WEIGHT_KEYS)
-        self.note_ignored_keys("turns", turn, role_field, content_field, *structure_keys)
+        self.ignored_keys += unread_keys("turns", turn, role_field, content_field, *structure_keys)
         if role == "call":
             message = self.read_call_turn(turn, content_field, field_path)
         elif role == "assistant":
@@ -354,7 +351,7 @@ class RecordReader:
 
         if part_type != "text":
             return [self.read_media_part(item, part_type, field_path)]
-        self.note_ignored_keys("content parts", item, "type", "text")
+        self.ignored_keys += unread_keys("content parts", item, "type", "text")
         return self.text_parts(checked_text(item.get("text"), f"{field_path}.text"))
 
     def read_media_part(self, item: dict[str, Any], part_type: str, field_path: str) -> dict[str, Any]:
@@ -390,9 +387,9 @@ class RecordReader:
             self._add_medium(media_kind, medium, media_field_path, limits)
         elif waiting:
             waiting[0] = (medium, listed_path, limits)
-        self.note_ignored_keys("content parts", item, "type", reference_key, rate_key, *limit_keys)
+        self.ignored_keys += unread_keys("content parts", item, "type", reference_key, rate_key, *limit_keys)
         if "bytes" not in value_object:
-            self.note_ignored_keys("content parts", value_object, "url", *limit_keys)
+            self.ignored_keys += unread_keys("content parts", value_object, "url", *limit_keys)
         return self.next_listed_medium(media_kind) if is_listed else {"type": media_kind}
 
     def next_listed_medium(self, media_kind: str) -> dict[str, Any]:

@@ -22,42 +22,18 @@ SIZES = [size for size in RELEASED if "-VL-" in size or size in ("Qwen3.6-27B", 
 
 
 def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:
-    """The released config with the same heads, key/value heads and flags; everything else is small."""
-    config = json.loads((CONFIGS / f"{size}.json").read_text())
-    if "text_config" in config:
-        return small_nested_config(config, layers, vision_layers)
-    hidden = 8 * config["num_attention_heads"]
-    config |= {
-        "hidden_size": hidden,
-        "intermediate_size": 280,  # 8 divides it, 16 does not
-        "num_hidden_layers": layers,
-        "vocab_size": 1208,
-        "rope_scaling": config["rope_scaling"] | {"mrope_section": [2, 1, 1]},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    """The released config with the same heads, key/value heads and flags, and few and narrow experts.
 
-    vision = config["vision_config"] | {"depth": vision_layers}
-    if config["model_type"] == "qwen2_vl":
-        # An FFN width of 192, so that this family's padding is exercised as well.
-        vision |= {"embed_dim": 64, "hidden_size": hidden, "mlp_ratio": 3}
-    else:
-        vision |= {"hidden_size": 64, "out_hidden_size": hidden, "fullatt_block_indexes": [1]}
-        vision["intermediate_size"] = 171 if vision["intermediate_size"] == 3420 else 256
-
-    return config | {"vision_config": vision}
-
-
-def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int) -> dict[str, Any]:
-    """:func:`small_config` of Qwen3-VL, with few and narrow experts for the MoE sizes.
-
-    The width of all heads together is not the hidden size, as in the released 4B and 32B.
+    Where a config has a head dimension, the width of all heads together is not the hidden size, as in the
+    released Qwen3-VL-4B and 32B.
     """
-    text, vision = config["text_config"], config["vision_config"]
-    hidden = 6 * text["num_attention_heads"]
-    text |= {"head_dim": 8, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 1208}
+    config = json.loads((CONFIGS / f"{size}.json").read_text())
+    is_nested = "text_config" in config
+    text, vision = config.get("text_config", config), config["vision_config"]
+    hidden = (6 if is_nested else 8) * text["num_attention_heads"]
+    text |= {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 1208}
     if "intermediate_size" in text:
-        text["intermediate_size"] = 280
+        text["intermediate_size"] = 280  # 8 divides it, 16 does not
     if "layer_types" in text:
         # Narrow heads, as many as released; heads of 16, of which a quarter rotates.
         text |= {"head_dim": 16, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
@@ -65,23 +41,25 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
         text["rope_parameters"] |= {"mrope_section": [1, 1, 0]}
         text |= {"shared_expert_intermediate_size": 24} if "shared_expert_intermediate_size" in text else {}
     else:
-        text["rope_scaling"] = text["rope_scaling"] | {"mrope_section": [2, 1, 1]}
-        text |= {"bos_token_id": 1, "eos_token_id": 2}
-
+        text["rope_scaling"] |= {"mrope_section": [2, 1, 1]}
+        text |= {"bos_token_id": 1, "eos_token_id": 2} | ({"head_dim": 8} if is_nested else {})
     if "num_experts" in text:
         text |= {"num_experts": 8, "num_experts_per_tok": 2}
         text["moe_intermediate_size"] = 40 if hidden < 300 else 56
 
-    vision |= {
-        "depth": vision_layers,
-        "hidden_size": 4 * vision["num_heads"],
-        # As the released widths: some need no padding, and one no tensor parallelism above 1 divides.
-        "intermediate_size": 171 if vision["intermediate_size"] == 4304 else 256,
-        "out_hidden_size": hidden,
-        "num_position_embeddings": 49,
-        "deepstack_visual_indexes": [0, 1] if vision["deepstack_visual_indexes"] else [],
-    }
-
+    vision["depth"] = vision_layers
+    if config["model_type"] == "qwen2_vl":
+        # An FFN width of 192, so that this family's padding is exercised as well.
+        vision |= {"embed_dim": 64, "hidden_size": hidden, "mlp_ratio": 3}
+        return config
+    # As the released widths: some need no padding, and one no tensor parallelism above 1 divides.
+    vision["intermediate_size"] = 171 if vision["intermediate_size"] in (3420, 4304) else 256
+    vision["out_hidden_size"] = hidden
+    if not is_nested:
+        vision |= {"hidden_size": 64, "fullatt_block_indexes": [1]}
+        return config
+    vision |= {"hidden_size": 4 * vision["num_heads"], "num_position_embeddings": 49}
+    vision["deepstack_visual_indexes"] = [0, 1] if vision["deepstack_visual_indexes"] else []
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return config | {name: 3 + i for i, name in enumerate(tokens)}
 

@@ -281,18 +281,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_quantised_weights_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     changes, message = REFUSED[kind]
+    hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
+    form = json.loads((hf / "config.json").read_text())["quantization_config"]
+    edit(hf / "config.json", quantization_config=form | changes)
     if kind == "no scales":
-        hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
         for path in hf.glob("*.safetensors"):
             kept = {k: t.bfloat16() for k, t in load_file(path).items() if "_scale_inv" not in k}
             save_file(kept, path, metadata={"format": "pt"})
         index = json.loads((hf / "model.safetensors.index.json").read_text())["weight_map"]
         weight_map = {k: file for k, file in index.items() if "_scale_inv" not in k}
         edit(hf / "model.safetensors.index.json", weight_map=weight_map)
-    else:
-        hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
-        form = json.loads((hf / "config.json").read_text())["quantization_config"]
-        edit(hf / "config.json", quantization_config=form | changes)
     with pytest.raises((ConfigError, WeightsError), match=message):
         HfCheckpoint(hf)
 

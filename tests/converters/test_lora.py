@@ -219,26 +219,23 @@ def test_layers_to_transform_must_hold_every_factor(tmp_path: Path, adapters, la
     assert len(PeftFolder(folder, read_spec(hf)).factors) == 2
 
 
-HEAD = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+def factors_of(module: str) -> dict[str, Tensor]:
+    return {f"base_model.model.{module}.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+
+
 REFUSED: list[tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = [
     ("use_dora", {"use_dora": True}, dict),
     ("bias is 'all'", {"bias": "all"}, dict),
     ("init_lora_weights is 'pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"}, dict),
     ("peft_type", {"peft_type": "LOHA"}, dict),
     (r"require \[8, ", {"r": 8}, dict),
-    ("lm_head", {}, lambda tensors: tensors | HEAD),
+    ("lm_head", {}, lambda tensors: tensors | factors_of("lm_head")),
     ("has only one of lora_A, lora_B", {}, lambda tensors: dict(list(tensors.items())[1:])),
     ("is not a factor", {}, lambda tensors: tensors | {"base_model.model.x.lora_magnitude": torch.ones(3)}),
     (
         r"experts\.5\.gate_proj' has an adapter, but qwen3_5_moe has no such matrix",
         {},
-        lambda tensors: (
-            tensors
-            | {
-                key.replace("lm_head", "model.layers.1.mlp.experts.5.gate_proj"): factor
-                for key, factor in HEAD.items()
-            }
-        ),
+        lambda tensors: tensors | factors_of("model.layers.1.mlp.experts.5.gate_proj"),
     ),
 ]
 

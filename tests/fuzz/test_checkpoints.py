@@ -40,8 +40,8 @@ from toolkit.cli import main as command
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 CHECKPOINTS = ("full", "shards", "run", "run_of_four")
-DECIDED = ("kind", "family", "layout", "tensors", "files", "format", "version")
-"""Fields of a manifest that the config, files and hashes determine."""
+DECIDED = ("kind", "family", "layout", "files", "format", "version")
+"""Fields of a manifest that the config, files and hashes determine; they are checked when it is opened."""
 
 
 # --- What is damaged ----------------------------------------------------------------------------------------
@@ -152,7 +152,8 @@ class Mutator:
         path = self.random.choice([path for path in self.json if path.name == MANIFEST_FILE])
         content = json.loads(path.read_text())
         key = self.random.choice([key for key in DECIDED if key in content])
-        content[key], where = edited(content[key], self.random)
+        value, where = edited({key: content.pop(key)}, self.random)
+        content |= value if isinstance(value, dict) else {}
         content["digest"] = manifest_digest(content)
         replace(path, json.dumps(content).encode())
         return [self.name(path), key, *map(str, where)]
