@@ -27,7 +27,6 @@ from .conversation import (
     Message,
     RecordError,
     add_system,
-    apply_record_weight,
     check_answers,
     check_role_order,
     count_media,
@@ -139,8 +138,11 @@ def read_conversation(
     # Before results are ordered, because objects are in the order of the record.
     object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references], num_media)
     messages = object_reader.read_messages([*messages, *unfinished])[: len(messages)]
-    apply_record_weight(record, messages)
-    if all(message.get("loss_weight") == 0 for message in messages if message["role"] == "assistant"):
+    record_weight, _ = read_loss_weight(record, RECORD_WEIGHT_KEYS, "") or (1.0, "")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for answer in answers if record_weight != 1 else ():
+        answer["loss_weight"] = record_weight * answer.get("loss_weight", 1.0)
+    if all(answer.get("loss_weight") == 0 for answer in answers):
         raise RecordError("no loss", "every assistant turn has the loss weight 0", record_format.turns_field)
 
     tools = read_tools(record)

@@ -300,12 +300,3 @@ def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str)
         return
     if weight[0] != 1:
         message["loss_weight"] = weight[0]
-
-
-def apply_record_weight(record: dict[str, Any], messages: list[Message]) -> None:
-    record_weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "")
-    if record_weight is None or record_weight[0] == 1:
-        return
-    for message in messages:
-        if message["role"] == "assistant":
-            message["loss_weight"] = record_weight[0] * message.get("loss_weight", 1.0)

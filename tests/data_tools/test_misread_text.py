@@ -91,7 +91,7 @@ def test_templates_that_drop_other_texts_are_refused(encoder):
             trained_text(changed, {"messages": messages})
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(350, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [80, pytest.param(350, marks=pytest.mark.full)])
 def test_ordinary_answers_are_accepted(encoder, count):
     for record in ordinary_records(count, seed=len(encoder.chat_template)):  # for each of three templates
         trained_text(encoder, record)

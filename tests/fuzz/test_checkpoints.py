@@ -350,7 +350,7 @@ def count_outcomes(folder: str, count: int) -> dict[str, int]:
 @pytest.mark.ranks
 def test_damaged_checkpoint_is_refused_by_name_or_unharmed(tmp_path: Path) -> None:
     """In a process of its own: the trainer's CPU platform changes torch for the rest of it."""
-    counts = call(count_outcomes, folder=str(tmp_path), count=500, timeout_s=3000)
+    counts = call(count_outcomes, folder=str(tmp_path), count=60)
     # Both must occur: damage that nothing sees would mean that nothing looks.
     for action in ("merge", "export", "load", "resume"):
-        assert counts[f"{action} refused"] > 40 and counts[f"{action} same"] > 40
+        assert counts[f"{action} refused"] > 5 and counts[f"{action} same"] > 5

@@ -1,8 +1,4 @@
-"""Untrusted media in the data tool: paths that lead away, files that open others, sizes that fill the memory.
-
-tests/data_tools/test_convert.py tests why single references are refused; here, no part of a secret may reach
-the data set.
-"""
+"""Untrusted media in the data tool: paths that lead away, files that open others, large sizes."""
 
 import resource
 import struct

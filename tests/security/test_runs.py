@@ -102,13 +102,14 @@ def outcomes_of(folder: str) -> dict[str, dict[str, Any]]:
     with contextlib.redirect_stdout(io.StringIO()):
         bench = Bench(root, ("run",))
     found = {}
-    for name, (change, *_) in HOSTILE.items():
+    for name, (change, refusing, _) in HOSTILE.items():
         mark = Mark(root / "executed")
         copy = shutil.copytree(root / "run", root / "copies" / name.replace(" ", "_") / "run")
         change(copy / "step_00000002", mark)
         found[name] = {
             action: outcome(work, copy, bench.good["run", action])
             for action, work in bench.actions("run").items()
+            if action in refusing or not refusing  # what is beside weights is read by nothing but a resume
         } | {"executed": mark.path.exists()}
     return found
 
