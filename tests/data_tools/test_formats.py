@@ -48,12 +48,8 @@ def address(name):
 
 PARTS = [address("a.png"), text_part("\nFirst, "), address("b.png"), text_part(" then?")]
 BARE_PARTS = [{"image": "a.png"}, {"text": "\nFirst, "}, {"image": "b.png"}, {"text": " then?"}]
-SHAREGPT = [
-    {"from": "human", "value": ASKED},
-    {"from": "gpt", "value": "A cat."},
-    {"from": "human", "value": "Sure?"},
-    {"from": "gpt", "value": "Yes."},
-]
+TALK = (("human", ASKED), ("gpt", "A cat."), ("human", "Sure?"), ("gpt", "Yes."))
+SHAREGPT = [{"from": role, "value": text} for role, text in TALK]
 PAIRS = [{"human": ASKED, "assistant": "A cat."}, {"human": "Sure?", "assistant": "Yes."}]
 HISTORY = {"system": "Be brief.", "history": [[ASKED, "A cat."]], **LISTED}
 OPENAI = chat([text_part("Be "), text_part("brief.")], PARTS, "A cat.", [text_part("Sure?")], "Yes.")
@@ -132,53 +128,40 @@ def test_media_parts_are_read_in_every_spelling(kind):
 
 # --- Tools --------------------------------------------------------------------------------------------------
 
-CALLS = [
-    {"role": "user", "content": "Rain?"},
-    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
-    {"role": "tool", "content": '{"rain": true}'},
-    {"role": "assistant", "content": "Yes."},
-]
+
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+RAINS = '{"rain": true}'
+RAIN, LOOK, YES = ask("Rain?"), say("I look."), say("Yes.")
+CALLS = [RAIN, {**LOOK, "tool_calls": [CALL]}, turn("tool", RAINS), YES]
 WRITTEN = json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})
-RAIN, LOOK, YES = CALLS[0], {"role": "assistant", "content": "I look."}, CALLS[-1]
 FUNCTION = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+WITH_ID = {"id": "c1", "type": "function", "function": FUNCTION}
+TALK = (
+    ("human", "Rain?"),
+    ("gpt", "I look."),
+    ("function_call", WRITTEN),
+    ("observation", RAINS),
+    ("gpt", "Yes."),
+)
 WITH_TOOLS = {
     "openai": {
         "tools": [TOOL],
-        "messages": [
-            RAIN,
-            {**LOOK, "tool_calls": [{"id": "c1", "type": "function", "function": FUNCTION}]},
-            {"role": "tool", "tool_call_id": "c1", "content": '{"rain": true}'},
-            YES,
-        ],
+        "messages": [RAIN, {**LOOK, "tool_calls": [WITH_ID]}, turn("tool", RAINS, tool_call_id="c1"), YES],
     },
     "openai's first form": {
         "functions": [TOOL["function"]],
-        "messages": [
-            RAIN,
-            {**LOOK, "function_call": FUNCTION},
-            {"role": "function", "name": "weather", "content": '{"rain": true}'},
-            YES,
-        ],
+        "messages": [RAIN, {**LOOK, "function_call": FUNCTION}, turn("function", RAINS, name="weather"), YES],
     },
     "ms-swift": {
         "tools": json.dumps([TOOL]),
-        "messages": [
-            RAIN,
-            LOOK,
-            {"role": "tool_call", "content": WRITTEN},
-            {"role": "tool_response", "content": '{"rain": true}'},
-            YES,
-        ],
+        "messages": [RAIN, LOOK, turn("tool_call", WRITTEN), turn("tool_response", RAINS), YES],
     },
     "llamafactory": {
         "tools": json.dumps([TOOL["function"]]),
-        "conversations": [
-            {"from": "human", "value": "Rain?"},
-            {"from": "gpt", "value": "I look."},
-            {"from": "function_call", "value": WRITTEN},
-            {"from": "observation", "value": '{"rain": true}'},
-            {"from": "gpt", "value": "Yes."},
-        ],
+        "conversations": [{"from": role, "value": text} for role, text in TALK],
     },
 }
 
@@ -210,13 +193,8 @@ def test_images_may_stand_in_results():
 # --- Reasoning and weights ----------------------------------------------------------------------------------
 
 
-def call_turn(content, **more):
-    """A call as a turn of its own."""
-    return {"role": "tool_call", "content": content, **more}
-
-
 RESULT = {"role": "tool", "content": "rain"}
-LOOKED = call_turn(WRITTEN, reasoning_content="Look it up.")
+LOOKED = turn("tool_call", WRITTEN, reasoning_content="Look it up.")
 CALLED = {"reasoning_content": "Look it up.", "tool_calls": [CALL]}
 THINKING = "<think>\nWhich city?\n</think>"
 BOXES = {"ref": ["sheep"], "bbox": [[90.9, 160.8, 135, 212.8], [360.9, 480.8, 495, 532.8]]}
@@ -255,11 +233,11 @@ READ = {
         [{"role": "system", "content": "a"}, ASK, SAY],
     ),
     "thought in front of a call": (
-        {"messages": [ASK, call_turn(f"{THINKING}\n\n{WRITTEN}"), RESULT, SAY]},
+        {"messages": [ASK, turn("tool_call", f"{THINKING}\n\n{WRITTEN}"), RESULT, SAY]},
         [ASK, say(THINKING, tool_calls=[CALL]), RESULT, SAY],
     ),
     "parallel calls": (
-        {"messages": [ASK, call_turn(f"[{WRITTEN}, {WRITTEN}]"), RESULT, RESULT, SAY]},
+        {"messages": [ASK, turn("tool_call", f"[{WRITTEN}, {WRITTEN}]"), RESULT, RESULT, SAY]},
         [ASK, say("", tool_calls=[CALL, CALL]), RESULT, RESULT, SAY],
     ),
     "reasoning of a call": ({"messages": [ASK, LOOKED, RESULT, SAY]}, [ASK, say("", **CALLED), RESULT, SAY]),
@@ -364,6 +342,7 @@ def sharegpt(question, **fields):
 
 
 HUMAN, GPT = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
+HERE = "messages[0].content[0]"
 WEIGHT, PART, REFERENCE = "bad loss weight", "unknown content part", "bad media reference"
 AUDIO = "audio not supported"
 ARGUMENTS, THOUGHT = "messages[1].tool_calls[0].arguments", "<think>a</think>"
@@ -391,10 +370,10 @@ REFUSED = [
     (
         asks_in_parts({"type": "image", "image": "a.png", "video": "b.mp4"}),
         "two media in a part",
-        "messages[0].content[0].video",
+        HERE + ".video",
     ),
-    (asks_in_parts({"image": "a", "text": "b"}), PART, "messages[0].content[0]"),
-    (asks_in_parts({"type": "reasoning", "text": "b"}), PART, "messages[0].content[0]"),
+    (asks_in_parts({"image": "a", "text": "b"}), PART, HERE),
+    (asks_in_parts({"type": "reasoning", "text": "b"}), PART, HERE),
     ({"tools": "weather", "messages": [ASK, SAY]}, "bad tools", "tools"),
     ({"tools": [{"type": "function"}], "messages": [ASK, SAY]}, "bad tools", "tools[0]"),
     (calls("{"), "bad tool call", ARGUMENTS),
@@ -418,16 +397,16 @@ REFUSED = [
     ({"system": "a", "messages": [{**ASK, "role": "system"}, ASK, SAY]}, "two system prompts", "system"),
     (sharegpt("x", messages=[ASK, SAY]), "two conversations", "conversations"),
     (
-        {"image": "a", "conversations": [HUMAN, {**GPT, "value": "<image>"}]},
+        {"image": "a", "conversations": [HUMAN, GPT | {"value": "<image>"}]},
         "empty answer",
         "conversations[1]",
     ),
     (sharegpt("x", image="a.jpg"), "markers and media differ", "conversations"),
     (sharegpt("<image>", image=5), REFERENCE, "image"),
     (sharegpt("<image>", images=["a", ""]), REFERENCE, "images[1]"),
-    (asks_in_parts({"type": "tool_use"}), PART, "messages[0].content[0]"),
-    (asks_in_parts({"type": "image"}), REFERENCE, "messages[0].content[0].image"),
-    (asks_in_parts({"type": "video", "video": [["1.jpg"]]}), REFERENCE, "messages[0].content[0].video[0]"),
+    (asks_in_parts({"type": "tool_use"}), PART, HERE),
+    (asks_in_parts({"type": "image"}), REFERENCE, HERE + ".image"),
+    (asks_in_parts({"type": "video", "video": [["1.jpg"]]}), REFERENCE, HERE + ".video[0]"),
     # Functions and arguments are text for the model too.
     (offers(description="\ud800"), "bad text", "tools[0]"),
     (offers(description="<|image_pad|>"), "placeholder token in text", "tools[0]"),
@@ -458,7 +437,7 @@ REFUSED = [
     (says_to("What is it?", audio={"path": None, "array": [0.0, 0.0]}), AUDIO, "audio"),
     (says_to("What is it?", system="<audio>\nSpeak like this."), AUDIO, "system"),
     *(
-        (asks_in_parts(part, text_part("What is it?")), AUDIO, f"messages[0].content[0]{field}")
+        (asks_in_parts(part, text_part("What is it?")), AUDIO, HERE + field)
         for part, field in (
             ({"type": "input_audio", "input_audio": {"data": "UklGRi", "format": "wav"}}, ""),  # OpenAI's
             ({"type": "audio_url", "audio_url": {"url": "file:///glass.wav"}}, ""),  # vLLM's

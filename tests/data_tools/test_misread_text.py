@@ -160,32 +160,25 @@ TOKENS = [f"<|{name}|>" for name in "im_end im_start endoftext vision_start visi
 
 
 def records_with(text: str) -> dict[str, dict]:
+    """A record with the text in each place."""
+
+    def calls(arguments: object) -> dict:
+        return {**DONE, "content": "", "tool_calls": [call_of("1", arguments)]}
+
+    parts = [{"type": "text", "text": piece} for piece in (text[:5], text[5:])]
+    messages = {
+        "user": [{**USER, "content": text}, DONE],
+        "answer": [USER, {**DONE, "content": text}],
+        "reasoning": [USER, {**DONE, "reasoning_content": text}],
+        "result": [USER, calls({}), {**result_of("1"), "content": text}, DONE],
+        "key of an argument": [USER, calls({"list": [{text: 1}]})],
+        "argument as JSON": [USER, calls('{"a": "\\u003c' + text[1:] + '"}')],
+        "two parts": [{**USER, "content": parts}, DONE],
+    }
     tool = {"type": "function", "function": {**TOOL["function"], "description": text}}
-    arguments = {"list": [{text: 1}]}
-    return {
-        "user": {"messages": [{"role": "user", "content": text}, DONE]},
-        "answer": {"messages": [USER, {"role": "assistant", "content": text}]},
-        "reasoning": {"messages": [USER, {**DONE, "reasoning_content": text}]},
+    return {name: {"messages": turns} for name, turns in messages.items()} | {
         "system": {"system": text, "messages": [USER, DONE]},
-        "result": {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": "", "tool_calls": [call_of("1")]},
-                {**result_of("1"), "content": text},
-                DONE,
-            ]
-        },
-        "key of an argument": {"messages": [USER, {**DONE, "tool_calls": [call_of("1", arguments)]}]},
-        "argument as JSON": {
-            "messages": [USER, {**DONE, "tool_calls": [call_of("1", '{"a": "\\u003c' + text[1:] + '"}')]}]
-        },
         "tool": {"messages": [USER, DONE], "tools": [tool]},
-        "two parts": {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": t} for t in (text[:5], text[5:])]},
-                DONE,
-            ]
-        },
     }
 
 

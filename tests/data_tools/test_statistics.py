@@ -59,14 +59,8 @@ def texts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
-    records = [
-        {
-            "messages": [turn[0], call, {"role": "tool", "content": "1"}, turn[1]]
-            if i % 4 == 3
-            else turn * (i % 3 + 1)
-        }
-        for i in range(16)
-    ]
+    refused = [turn[0], call, {"role": "tool", "content": "1"}, turn[1]]
+    records = [{"messages": refused if i % 4 == 3 else turn * (i % 3 + 1)} for i in range(16)]
     return _indexed(converted(folder, records, samples_per_shard=4, val_fraction=0.4)[0])
 
 
@@ -149,15 +143,8 @@ def test_pass_is_as_many_rows_as_its_samples_fill(out):
 
 def test_quantiles_equal_those_by_hand():
     values = np.array([5, 1, 2, 4, 3] * 20)
-    assert describe_values(values, np.full(100, 0.01)) == {
-        "mean": 3,
-        "p5": 1,
-        "p50": 3,
-        "p95": 5,
-        "p99": 5,
-        "smallest": 1,
-        "largest": 5,
-    }
+    expected = {"mean": 3, "p5": 1, "p50": 3, "p95": 5, "p99": 5, "smallest": 1, "largest": 5}
+    assert describe_values(values, np.full(100, 0.01)) == expected
     # Nine of ten draws give the 7.
     weighted = describe_values(np.array([7, 100, 3]), np.array([0.9, 0.04, 0.06]))
     assert [weighted[name] for name in ("p5", "p50", "p95", "p99")] == [3, 7, 7, 100]
