@@ -139,7 +139,7 @@ CALLS = [RAIN, {**LOOK, "tool_calls": [CALL]}, turn("tool", RAINS), YES]
 WRITTEN = json.dumps({"name": "weather", "arguments": {"city": "Oslo"}})
 FUNCTION = {"name": "weather", "arguments": '{"city": "Oslo"}'}
 WITH_ID = {"id": "c1", "type": "function", "function": FUNCTION}
-TALK = (
+SPOKEN = (
     ("human", "Rain?"),
     ("gpt", "I look."),
     ("function_call", WRITTEN),
@@ -161,7 +161,7 @@ WITH_TOOLS = {
     },
     "llamafactory": {
         "tools": json.dumps([TOOL["function"]]),
-        "conversations": [{"from": role, "value": text} for role, text in TALK],
+        "conversations": [{"from": role, "value": text} for role, text in SPOKEN],
     },
 }
 

@@ -279,11 +279,8 @@ def test_missing_markers_are_refused_or_put_first():
     with pytest.raises(RecordError, match="--missing-markers first"):
         read_conversation(record)
     conversation = read_conversation(record, missing_markers="first")
-    assert conversation.messages[0]["content"] == [
-        {"type": "image"},
-        {"type": "image"},
-        {"type": "text", "text": "What?"},
-    ]
+    image, text = {"type": "image"}, {"type": "text", "text": "What?"}
+    assert conversation.messages[0]["content"] == [image, image, text]
     assert conversation.media_references == [("image", "a.png"), ("image", "b.png")]
     # One marker for two images is a mistake in either case.
     with pytest.raises(RecordError, match="1 <image> in the text, but 2"):

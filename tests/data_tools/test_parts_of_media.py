@@ -98,33 +98,28 @@ def part(**fields: object) -> dict:
 
 PAIR = ("a.jpg", "b.jpg")
 FORMS = {
-    "qwen-vl-utils": (part(video=[*PAIR], sample_fps="1"), FrameSequence(PAIR, 1.0), []),
-    "qwen-vl-utils before 0.0.12": (part(video=[*PAIR], fps=4), FrameSequence(PAIR, 4.0), []),
-    "no rate": (part(video=[*PAIR]), FrameSequence(PAIR), []),
+    "qwen-vl-utils": (part(video=[*PAIR], sample_fps="1"), FrameSequence(PAIR, 1.0)),
+    "qwen-vl-utils before 0.0.12": (part(video=[*PAIR], fps=4), FrameSequence(PAIR, 4.0)),
+    "no rate": (part(video=[*PAIR]), FrameSequence(PAIR)),
     "rate of the source": (
         part(video=[*PAIR], raw_fps=30),
         FrameSequence(PAIR),
-        [("content parts", "raw_fps")],
+        ("content parts", "raw_fps"),
     ),
-    "llamafactory, ms-swift": (clips([[*PAIR]]), FrameSequence(PAIR), []),
-    "rate of the record": (clips([[*PAIR]], fps=0.5), FrameSequence(PAIR, 0.5), []),
-    "table": (
-        clips([[{"path": "a.jpg", "bytes": b"1"}, {"path": "b.jpg"}]]),
-        FrameSequence((b"1", "b.jpg")),
-        [],
-    ),
-    "qwen": (clips([[*PAIR]], data_path="x"), FrameSequence(("x/a.jpg", "x/b.jpg")), []),
-    "file": (part(video="a.mp4", fps=1), "a.mp4", []),
-    "file of a record": (clips(["a.mp4"], fps=1), "a.mp4", [("records", "fps")]),
+    "llamafactory, ms-swift": (clips([[*PAIR]]), FrameSequence(PAIR)),
+    "rate of the record": (clips([[*PAIR]], fps=0.5), FrameSequence(PAIR, 0.5)),
+    "table": (clips([[{"path": "a.jpg", "bytes": b"1"}, {"path": "b.jpg"}]]), FrameSequence((b"1", "b.jpg"))),
+    "qwen": (clips([[*PAIR]], data_path="x"), FrameSequence(("x/a.jpg", "x/b.jpg"))),
+    "file": (part(video="a.mp4", fps=1), "a.mp4"),
+    "file of a record": (clips(["a.mp4"], fps=1), "a.mp4", ("records", "fps")),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_videos_as_images_in_every_form(form):
-    record, video, ignored = FORMS[form]
+    record, video, *ignored = FORMS[form]
     read = read_conversation(record)
-    assert read.media_references == [("video", video)]
-    assert read.ignored_keys == ignored
+    assert read.media_references == [("video", video)] and read.ignored_keys == ignored
 
 
 @pytest.mark.parametrize(

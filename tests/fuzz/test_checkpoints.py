@@ -331,13 +331,7 @@ def count_outcomes(folder: str, count: int) -> dict[str, int]:
     outcomes: Counter[str] = Counter()
     bench = Bench(Path(folder))
 
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=[*HealthCheck],
-    )
+    @settings(max_examples=count, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
     @given(st.sampled_from(CHECKPOINTS), st.randoms())
     def damage_is_refused_by_name_or_does_not_matter(name: str, random: Random) -> None:
         outcomes.update(" ".join(each) for each in read_damaged(bench, name, random).items())
