@@ -310,11 +310,8 @@ def _convert_records(
         nonlocal bytes_read
         bytes_read += num_bytes
 
-    def batch_tasks() -> Iterator[tuple[Any, ...]]:
-        batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
-        for number, batch in enumerate(batches):
-            yield batch, options, spool_dir / str(number)
-
+    batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
+    tasks = ((batch, options, spool_dir / str(number)) for number, batch in enumerate(batches))
     total_bytes = sum(source.path.stat().st_size for source in input_files)
     with (
         WorkerPool(options.workers) as pool,
@@ -330,7 +327,7 @@ def _convert_records(
             options.bytes_per_shard,
             max_pending=2 * options.workers,
         )
-        for spool_path, outcomes in pool.results_in_order(_store_batch, batch_tasks()):
+        for spool_path, outcomes in pool.results_in_order(_store_batch, tasks):
             with spool_path.open("rb") as spool_file:
                 for outcome in outcomes:
                     if isinstance(outcome, StoredSample) and options.duplicate_ids == "refuse":
