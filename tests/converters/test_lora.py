@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,12 @@ def float_checkpoint(family: str) -> Path:
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory):
     """Maps each family to an adapter of all its matrices, written by peft once."""
-    root, folders = tmp_path_factory.mktemp("adapters"), {}
+    root = tmp_path_factory.mktemp("adapters")
 
+    @cache
     def adapter(family: str) -> Path:
-        if family not in folders:
-            hf = float_checkpoint(family)
-            folders[family] = peft_folder(root / family, hf, **all_targets(hf), **patterns(family))
-        return folders[family]
+        hf = float_checkpoint(family)
+        return peft_folder(root / family, hf, **all_targets(hf), **patterns(family))
 
     return adapter
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +63,8 @@ def layouts() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def origins(tmp_path_factory: pytest.TempPathFactory):
-    root, folders = tmp_path_factory.mktemp("released"), {}
-
-    def origin(size: str) -> Path:
-        if size not in folders:
-            folders[size] = released_folder(root / size, size)
-        return folders[size]
-
-    return origin
+    root = tmp_path_factory.mktemp("released")
+    return cache(lambda size: released_folder(root / size, size))
 
 
 def assert_round_trip(origin: Path, layout: dict[str, Any]) -> WeightsReport:
