@@ -340,8 +340,8 @@ def count_outcomes(folder: str, count: int) -> dict[str, int]:
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.xfail(
-    reason="types in a signed manifest are read late; merge and export compare neither whole weights of another"
-    " step nor a missing or exchanged run.json with the rest of the step",
+    reason="types in a signed manifest are read late; merge and export do not compare whole weights of"
+    " another step, or an absent or other run.json, with the rest of the step",
     strict=False,
 )
 def test_damaged_checkpoint_is_refused_by_name_or_unharmed(tmp_path: Path) -> None:
