@@ -54,8 +54,6 @@ test: $(READY)   ## what guards a change, real groups of processes on CPU includ
 
 test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about 40 minutes
 	$(PYTEST) $(SPREAD) --durations=10 $(ARGS)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.data --count 5000
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.checkpoints --count 500
 
 test-next: $(READY) ## the tests with the newest released Megatron-core in place of the pinned one
 	rm -rf $(NEXT)

@@ -129,12 +129,11 @@ def compare_weights(first_path: str | Path, second_path: str | Path) -> Checkpoi
     compared = [first_tensors[name] for name in first_tensors.keys() & second_tensors.keys()]
     compared_bytes = sum(math.prod(tensor.shape) * _element_bytes(tensor.dtype_code) for tensor in compared)
     with progress(compared_bytes, "bytes", "verify") as advance:
-
-        def compare_tensor(name: str) -> TensorDifference | None:
-            how = _describe_difference(first_tensors.get(name), second_tensors.get(name), advance)
-            return TensorDifference(name, how) if how else None
-
-        tensor_differences = _find_differences(compare_tensor, tensor_names)
+        tensor_differences = _find_differences(
+            lambda name: _describe_difference(first_tensors.get(name), second_tensors.get(name), advance),
+            tensor_names,
+            tensor_names,
+        )
 
     return CheckpointComparison(
         len(tensor_names),
@@ -146,10 +145,12 @@ def compare_weights(first_path: str | Path, second_path: str | Path) -> Checkpoi
 
 
 def _find_differences[Item](
-    find_difference: Callable[[Item], TensorDifference | None], items: Sequence[Item]
+    describe: Callable[[Item], str], items: Sequence[Item], names: Sequence[str]
 ) -> list[TensorDifference]:
+    """The items whose description, of how they differ, is not empty."""
     with ThreadPoolExecutor(available_cores()) as pool:
-        return list(filter(None, pool.map(find_difference, items)))
+        found = zip(names, pool.map(describe, items), strict=True)
+        return [TensorDifference(name, how) for name, how in found if how]
 
 
 def _describe_difference(
@@ -200,11 +201,11 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path) -> CheckpointCompariso
     )
     with progress(total_bytes, "bytes", "verify") as advance:
 
-        def check_hash(stored_tensor: tuple[str, str, str]) -> TensorDifference | None:
+        def describe(stored_tensor: tuple[str, str, str]) -> str:
             file, name, expected_digest = stored_tensor
-            if readers[file].sha256(name, advance) == expected_digest:
-                return None
-            return TensorDifference(name, f"differs in {file} from the manifest")
+            is_equal = readers[file].sha256(name, advance) == expected_digest
+            return "" if is_equal else f"differs in {file} from the manifest"
 
-        tensor_differences = _find_differences(check_hash, stored_tensors)
+        names = [name for _, name, _ in stored_tensors]
+        tensor_differences = _find_differences(describe, stored_tensors, names)
     return CheckpointComparison(len(stored_tensors), total_bytes, tensor_differences)

@@ -300,7 +300,13 @@ def export_weights(
 
     arguments = (source, hf_checkpoint, outputs, headers, Path(output_dir), describe, training_facts)
     report = write_hf_folder("export", *arguments, workers, force=force)
-    report.cast = _count_casts(source, hf_checkpoint)
+    if isinstance(source, WeightReader):  # merging changes no type
+        report.cast = Counter(
+            (dtype_name(source.dtype(rule.name)), dtype_name(hf_checkpoint.hf_dtype(hf_name)))
+            for rule in hf_checkpoint.rule_by_name.values()
+            if source.dtype(rule.name) != hf_checkpoint.dtype(rule.name)
+            for hf_name in rule.hf_shapes
+        )
     report.carried = len(hf_checkpoint.carried_names)
     if fp8_count := sum(o.dtype == FP8 for o in outputs):
         report.notes.append(f"{fp8_count} matrices are in FP8 (E4M3), with a scale for each block")
@@ -347,21 +353,6 @@ def write_hf_folder(
     report = _make_report(output_dir, output, write_seconds)
     report.skipped = list(map(str, skipped_files))
     return report
-
-
-def _count_casts(
-    source: WeightReader | MergedWeights, hf_checkpoint: HfCheckpoint
-) -> dict[tuple[str, str], int]:
-    """The number of HF tensors whose type an export changes, by (from, to). Merging changes none."""
-    cast_counts: Counter[tuple[str, str]] = Counter()
-    if isinstance(source, MergedWeights):
-        return {}
-    for rule in hf_checkpoint.rule_by_name.values():
-        dtype = source.dtype(rule.name)
-        if dtype != hf_checkpoint.dtype(rule.name):
-            hf_dtypes = map(hf_checkpoint.hf_dtype, rule.hf_shapes)
-            cast_counts.update((dtype_name(dtype), dtype_name(hf_dtype)) for hf_dtype in hf_dtypes)
-    return dict(cast_counts)
 
 
 def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint) -> dict[str, Any]:

@@ -51,11 +51,9 @@ def gather_from(
     source: CanonicalWeights, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
 ) -> Callable[[MatrixRegion], Tensor]:
     """Reads regions of a tensor that consists of these blocks of the source's tensors."""
-
-    def read_block(tensor_name: object, block_region: MatrixRegion) -> Tensor:
-        return source.read_region(str(tensor_name), block_region)
-
-    return lambda region: gather_region(source_blocks, region, read_block, dtype)
+    return lambda region: gather_region(
+        source_blocks, region, lambda name, part: source.read_region(str(name), part), dtype
+    )
 
 
 def output_tensors(source: CanonicalWeights, original: HfCheckpoint, *, as_fp8: bool) -> list[OutputTensor]:

@@ -282,9 +282,7 @@ class MergedWeights(CanonicalWeights):
     def dtype(self, tensor_name: str) -> torch.dtype:
         if tensor_name in self.fused:
             return torch.float32
-        if tensor_name in self.whole_tensors:
-            return self.source.dtype(tensor_name)
-        return self.base.dtype(tensor_name)
+        return (self.source if tensor_name in self.whole_tensors else self.base).dtype(tensor_name)
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         if tensor_name in self.whole_tensors:

@@ -149,7 +149,15 @@ class PeftFolder:
         self.path = Path(path)
         self.spec = spec
         self.config = self._read_config()
-        self.tensor_reader = TensorReader(self._weights_file())
+        weights_path = self.path / ADAPTER_FILE
+        if not weights_path.is_file() and (self.path / "adapter_model.bin").is_file():
+            raise WeightsError(
+                f"{self.path / 'adapter_model.bin'} is a pickle, which can execute code and is not read; load"
+                f" the adapter with PEFT and save it again with save_pretrained to get {ADAPTER_FILE}"
+            )
+        if not weights_path.is_file():
+            raise FileNotFoundError(f"{weights_path} is missing")
+        self.tensor_reader = TensorReader(weights_path)
         self.saved_keys = self._find_saved_keys()
         self.factors = self._read_factors()
         self.lora = self._make_lora_config()
@@ -176,17 +184,6 @@ class PeftFolder:
                 " weights; save the adapter with PEFT's path_initial_model_for_weight_conversion"
             )
         return config
-
-    def _weights_file(self) -> Path:
-        weights_path = self.path / ADAPTER_FILE
-        if not weights_path.is_file() and (self.path / "adapter_model.bin").is_file():
-            raise WeightsError(
-                f"{self.path / 'adapter_model.bin'} is a pickle, which can execute code and is not read; load"
-                f" the adapter with PEFT and save it again with save_pretrained to get {ADAPTER_FILE}"
-            )
-        if not weights_path.is_file():
-            raise FileNotFoundError(f"{weights_path} is missing")
-        return weights_path
 
     def _find_saved_keys(self) -> dict[str, str]:
         """The tensors of PEFT's ``modules_to_save``, in the order of the file."""
@@ -279,43 +276,34 @@ class PeftFolder:
         """The factors of one stack of experts. The shapes tell which one it is, and its orientation."""
         factor_a, factor_b = pair["A"], pair["B"]
         width_a, width_b = factor_a.shape[1], factor_b.shape[0]
-        hf_name = self._find_stack(experts_name, width_a, width_b)
-        expert_count, out_features, in_features = released_matrices(self.spec)[hf_name]
-
+        for stack in ("gate_up_proj", "down_proj"):
+            hf_name = f"{experts_name}.{stack}"
+            expert_count, out_features, in_features = released_matrices(self.spec)[hf_name]
+            if {width_a, width_b} == {out_features, in_features}:
+                break
+        else:
+            raise WeightsError(
+                f"{self.path / ADAPTER_FILE}: the factors of {experts_name!r} have widths {width_a} and"
+                f" {width_b}, which fit none of its stacks"
+            )
         rank, alpha = self._rank_and_alpha(hf_name)
         self._check_shape(hf_name, "A", factor_a, (expert_count * rank, width_a))
         self._check_shape(hf_name, "B", factor_b, (width_b, expert_count * rank))
         stack_a = factor_a.view(expert_count, rank, width_a)
         stack_b = factor_b.view(width_b, rank, expert_count).permute(2, 0, 1)
         if out_features == in_features:
-            self._check_sides_are_known(hf_name)
+            # A may have the outputs, as peft up to 0.18 wrote it. Only its version tells, which versions
+            # before 0.18 did not always write.
+            version = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
+            if version is None or tuple(map(int, version.groups())) < (0, 19):
+                raise WeightsError(
+                    f"{self.path}: {hf_name!r} holds square matrices, and peft_version in"
+                    f" {ADAPTER_CONFIG_FILE} is not 0.19 or later, so it is not known which factor has the"
+                    " inputs"
+                )
         elif width_a != in_features:
             stack_a, stack_b = stack_b.transpose(1, 2), stack_a.transpose(1, 2)
         return {hf_name: MatrixFactors(stack_a, stack_b, alpha)}
-
-    def _find_stack(self, experts_name: str, width_a: int, width_b: int) -> str:
-        """The name of the stack whose inputs and outputs have these widths, in either order."""
-        for stack in ("gate_up_proj", "down_proj"):
-            hf_name = f"{experts_name}.{stack}"
-            _, out_features, in_features = released_matrices(self.spec)[hf_name]
-            if sorted((width_a, width_b)) == sorted((out_features, in_features)):
-                return hf_name
-        raise WeightsError(
-            f"{self.path / ADAPTER_FILE}: the factors of {experts_name!r} have widths {width_a} and"
-            f" {width_b}, which fit none of its stacks"
-        )
-
-    def _check_sides_are_known(self, hf_name: str) -> None:
-        """Raises WeightsError if A of square matrices may have the outputs, as peft up to 0.18 wrote it.
-
-        Only its version tells, which versions before 0.18 did not always write.
-        """
-        version = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
-        if version is None or tuple(map(int, version.groups())) < (0, 19):
-            raise WeightsError(
-                f"{self.path}: {hf_name!r} holds square matrices, and peft_version in {ADAPTER_CONFIG_FILE}"
-                " is not 0.19 or later, so it is not known which factor has the inputs"
-            )
 
     def _resolve_patterns(self, setting: str, module_names: Iterable[str]) -> dict[str, dict[Any, str]]:
         """Name of a matrix -> {value: the entry of ``rank_pattern`` or ``alpha_pattern`` that gives it}.

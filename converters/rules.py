@@ -237,11 +237,9 @@ def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[Co
     """Makes one rule for each tensor of the model, in model order. Entries for other tensors are not used.
 
     Raises:
-        ValueError: the table has no entry for a tensor, or two entries.
+        ValueError: the table has no entry for a tensor.
     """
     entry_by_name = {name_entry.name: name_entry for name_entry in entries}
-    if len(entry_by_name) < len(entries):
-        raise ValueError(f"{spec.family}: two entries for one name")
 
     rules = []
     for tensor_info in tensor_table(spec).values():

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -121,18 +120,15 @@ class TensorFolder:
                 elif str(relative_path) not in self.reader_by_file:
                     weight_paths.append(relative_path)
 
-        self._check_links(kept_paths)
-        return sorted(kept_paths), sorted(weight_paths)
-
-    def _check_links(self, companion_paths: Sequence[Path]) -> None:
         allowed_dirs = [self.path.resolve()]
         if allowed_dirs[0].parent.name == "snapshots":
             # In the cache of huggingface_hub, a snapshot consists of links to files in a folder blobs.
             allowed_dirs.append(allowed_dirs[0].parents[1] / "blobs")
-        for path in companion_paths:
+        for path in kept_paths:
             link_target = (self.path / path).resolve()
             if not any(map(link_target.is_relative_to, allowed_dirs)):
                 raise WeightsError(
                     f"{self.path / path} is a link to {link_target}, "
                     "outside the folder; put the file itself there"
                 )
+        return sorted(kept_paths), sorted(weight_paths)

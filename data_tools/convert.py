@@ -32,6 +32,7 @@ from megatron_vl.system import durable_files
 from megatron_vl.system.errors import DISK_REMEDIES, is_machine_fault
 from megatron_vl.system.partial_folder import open_partial_folder
 from megatron_vl.system.progress_bar import progress
+from megatron_vl.weights.trained_media import read_json_object
 
 from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.conversation import record_identity
@@ -253,11 +254,7 @@ def convert_dataset(input_paths: list[Path], options: ConversionOptions) -> Data
 
 def _check_is_empty(dataset_dir: Path) -> None:
     """Raises FileExistsError unless a folder is a data set without a sample, which the next one replaces."""
-    try:
-        is_empty = json.loads((dataset_dir / "report.json").read_text())["samples"] == 0
-    except (OSError, ValueError, KeyError, TypeError):
-        is_empty = False
-    if not is_empty:
+    if read_json_object(dataset_dir / "report.json").get("samples") != 0:
         raise FileExistsError(f"--out {dataset_dir} exists; remove it, or give another --out")
 
 
@@ -313,11 +310,8 @@ def _convert_records(
         nonlocal bytes_read
         bytes_read += num_bytes
 
-    def batch_tasks() -> Iterator[tuple[Any, ...]]:
-        batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
-        for number, batch in enumerate(batches):
-            yield batch, options, spool_dir / str(number)
-
+    batches = batched(_numbered_records(input_files, options, count_bytes), RECORDS_PER_BATCH)
+    tasks = ((batch, options, spool_dir / str(number)) for number, batch in enumerate(batches))
     total_bytes = sum(source.path.stat().st_size for source in input_files)
     with (
         WorkerPool(options.workers) as pool,
@@ -333,7 +327,7 @@ def _convert_records(
             options.bytes_per_shard,
             max_pending=2 * options.workers,
         )
-        for spool_path, outcomes in pool.results_in_order(_store_batch, batch_tasks()):
+        for spool_path, outcomes in pool.results_in_order(_store_batch, tasks):
             with spool_path.open("rb") as spool_file:
                 for outcome in outcomes:
                     if isinstance(outcome, StoredSample) and options.duplicate_ids == "refuse":
@@ -358,7 +352,10 @@ def _convert_records(
     spool_dir.rmdir()
     report.train, report.val = shard_writer.num_samples["train"], shard_writer.num_samples["val"]
     report.shards, report.bytes = len(shards), sum(shard.size_bytes for shard in shards)
-    return report, {shard.name: shard.record() for shard in shards}
+    return report, {
+        shard.name: {"samples": shard.num_samples, "bytes": shard.size_bytes, "sha256": shard.sha256}
+        for shard in shards
+    }
 
 
 def _numbered_records(

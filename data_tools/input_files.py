@@ -326,8 +326,9 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     if entry.get("ranking"):
         raise ConvertError(f"{location} has preferences, which supervised training cannot use")
     if entry.get("num_samples") is not None:
-        advice = "take it out, and use a mixture's weights instead"
-        raise ConvertError(f"{location} asks for num_samples; {advice}")
+        raise ConvertError(
+            f"{location} asks for num_samples; take it out, and use a mixture's weights instead"
+        )
     formatting = entry.get("formatting", "alpaca")
     if formatting not in FORMAT_BY_FORMATTING:
         raise ConvertError(

@@ -5,7 +5,6 @@ import binascii
 import os
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -126,7 +125,12 @@ def read_media(reference: Any, roots: MediaRoots) -> bytes:
     if isinstance(reference, bytes):
         return reference
     if isinstance(reference, FrameSequence):
-        return _read_frames(reference, roots)
+        frames = (
+            ("" if is_embedded(image) else PurePosixPath(image).name, read_media(image, roots))
+            for image in reference.images
+        )
+        info = FrameArchiveInfo(reference.fps or ASSUMED_FPS, "whole", assumed_fps=reference.fps is None)
+        return pack_frames(frames, info)
 
     if _is_base64_image(reference):
         return _decode_base64(reference)
@@ -150,15 +154,3 @@ def _decode_base64(text: str) -> bytes:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise RecordError("bad media reference", f"embedded bytes are not base64: {error}") from error
-
-
-def _read_frames(frame_sequence: FrameSequence, roots: MediaRoots) -> bytes:
-    frame_file_info = FrameArchiveInfo(
-        frame_sequence.fps or ASSUMED_FPS, "whole", assumed_fps=frame_sequence.fps is None
-    )
-
-    def read_images() -> Iterator[tuple[str, bytes]]:
-        for image in frame_sequence.images:
-            yield "" if is_embedded(image) else PurePosixPath(image).name, read_media(image, roots)
-
-    return pack_frames(read_images(), frame_file_info)

@@ -191,9 +191,9 @@ def _read_json_lines(
             record = _parse_line(line) if is_wanted(num_yielded, num_yielded + 1) else None
             if isinstance(record, UnreadableRecord) and not line.endswith(b"\n"):
                 if record.reason in ("not JSON", "not UTF-8"):
-                    advice = "fetch the whole file, or end that line if it is the last one"
                     raise ConvertError(
-                        f"{records_path} ends within line {line_number} ({record.detail}): {advice}"
+                        f"{records_path} ends within line {line_number} ({record.detail}): fetch the whole"
+                        " file, or end that line if it is the last one"
                     )
             yield line_number, record
             num_yielded += 1

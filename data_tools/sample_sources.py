@@ -76,12 +76,12 @@ class SampleSource:
 
         # A key may occur in several shards, of which this split may have only one.
         all_shard_names = list(self.dataset.samples_by_shard)
-        for shard_number, position_in_shard in sample_rows:
-            if shard_number < len(all_shard_names):
-                sample_index = self._index_in_source(all_shard_names[shard_number], position_in_shard)
-                if sample_index is not None:
-                    return sample_index
-        return None
+        found = (
+            self._index_in_source(all_shard_names[shard_number], position)
+            for shard_number, position in sample_rows
+            if shard_number < len(all_shard_names)
+        )
+        return next((sample_index for sample_index in found if sample_index is not None), None)
 
     def _index_in_source(self, shard_name: str, sample_position: int) -> int | None:
         if shard_name not in self.shard_names:

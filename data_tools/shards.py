@@ -67,9 +67,6 @@ class WrittenShard:
     sha256: str
     index_rows: list[Any] = field(default_factory=list, repr=False)
 
-    def record(self) -> dict[str, Any]:
-        return {"samples": self.num_samples, "bytes": self.size_bytes, "sha256": self.sha256}
-
 
 def store_sample(
     key: str,
@@ -222,8 +219,9 @@ class ShardWriter:
         shard.close()
         shard_number = sum(self.num_shards.values())
         self.num_shards[split_name] += 1
-        arguments = (shard.name, shard_number, len(shard.samples), self.dataset_dir)
-        self.pending_shards.append(self.submit(index_shard, *arguments))
+        self.pending_shards.append(
+            self.submit(index_shard, shard.name, shard_number, len(shard.samples), self.dataset_dir)
+        )
         while len(self.pending_shards) > self.max_pending:
             self.index_writer.add_shard(self.pending_shards.popleft().result())
 
@@ -299,11 +297,9 @@ class IndexWriter:
             )
         from megatron.energon.flavors.webdataset.prepare import IndexSample, IndexSamplePart
 
-        def rows_of_type(row_type: type) -> list[Any]:
-            return [row for row in shard.index_rows if isinstance(row, row_type)]
-
-        self.sqlite_writer.append_samples(rows_of_type(IndexSample))
-        self.sqlite_writer.append_parts(rows_of_type(IndexSamplePart))
+        rows = shard.index_rows
+        self.sqlite_writer.append_samples([row for row in rows if isinstance(row, IndexSample)])
+        self.sqlite_writer.append_parts([row for row in rows if isinstance(row, IndexSamplePart)])
         shard.index_rows = []
         self.written_shards.append(shard)
 

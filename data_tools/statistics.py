@@ -58,10 +58,6 @@ class SourceSizes:
     def num_usable(self) -> int:
         return int(self.usable_mask.sum())
 
-    @property
-    def num_parts(self) -> int:
-        return sum(map(len, self.cut_samples.values()))
-
 
 @dataclass(frozen=True)
 class DatasetStatistics:
@@ -132,7 +128,7 @@ class DatasetStatistics:
         rows_by_limit = dict.fromkeys(limits, 0.0)
         for each in self.sources:
             draws = self.num_samples * each.source.share / len(each.source)
-            rows_alone = each.num_usable - len(each.cut_samples) + each.num_parts
+            rows_alone = each.num_usable - len(each.cut_samples) + sum(map(len, each.cut_samples.values()))
             for name, limit in limits.items():
                 size = each.sizes[name][each.usable_mask].sum() / limit
                 rows_by_limit[name] += draws * (size if self.data_config.pack else rows_alone)

@@ -1,7 +1,5 @@
 """Worker processes, whose results come in the order of their tasks."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -9,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any
+from typing import Any, Self
 
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.processes import end_with_parent
@@ -27,7 +25,7 @@ class WorkerPool:
         self.executor: ProcessPoolExecutor | None = None
         self.processes: dict[int | None, Any] = {}
 
-    def __enter__(self) -> WorkerPool:
+    def __enter__(self) -> Self:
         if self.num_workers > 1:
             # fork: workers share what is imported here and start at once; no threads have been started yet.
             self.executor = ProcessPoolExecutor(

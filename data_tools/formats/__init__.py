@@ -27,12 +27,9 @@ from .conversation import (
     Message,
     RecordError,
     add_system,
-    apply_record_weight,
     check_answers,
-    check_loss_weights,
     check_role_order,
     count_media,
-    cut_unfinished_turns,
     read_loss_weight,
     record_identity,
     refuse_listed_audio,
@@ -49,6 +46,7 @@ from .record_reader import (
     RecordFormat,
     RecordReader,
     refuse_unread_keys,
+    unread_keys,
 )
 from .tool_calls import read_template_arguments, read_tools
 
@@ -133,13 +131,19 @@ def read_conversation(
     # The order of roles is checked with the system prompt in place.
     add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field)
-    unfinished = cut_unfinished_turns(messages)
+    # Nothing is trained on after the last answer or call.
+    last_answer = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    messages, unfinished = messages[: last_answer + 1], messages[last_answer + 1 :]
     num_media = len(reader.media_references) - sum(map(count_media, unfinished))
     # Before results are ordered, because objects are in the order of the record.
     object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references], num_media)
     messages = object_reader.read_messages([*messages, *unfinished])[: len(messages)]
-    apply_record_weight(record, messages)
-    check_loss_weights(messages, record_format.turns_field)
+    record_weight, _ = read_loss_weight(record, RECORD_WEIGHT_KEYS, "") or (1.0, "")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for answer in answers if record_weight != 1 else ():
+        answer["loss_weight"] = record_weight * answer.get("loss_weight", 1.0)
+    if all(answer.get("loss_weight") == 0 for answer in answers):
+        raise RecordError("no loss", "every assistant turn has the loss weight 0", record_format.turns_field)
 
     tools = read_tools(record)
     try:
@@ -172,7 +176,7 @@ def _without_unread_objects(
     if reader.media_references and record.get("boxes") in FRAMES:
         return record  # boxes are written in the text, and image_id numbers them
     unread_fields = OBJECT_FIELDS[: 1 if reader.media_references else 2]
-    reader.note_ignored_keys("records", {key: record.get(key) for key in unread_fields})
+    reader.ignored_keys += unread_keys("records", {key: record.get(key) for key in unread_fields})
     return {key: value for key, value in record.items() if key not in unread_fields}
 
 

@@ -153,14 +153,6 @@ def check_role_order(messages: list[Message], turns_field: str) -> None:
         previous_role = "call" if message.get("tool_calls") else role
 
 
-def cut_unfinished_turns(messages: list[Message]) -> list[Message]:
-    """Removes the turns after the last answer or call, on which nothing is trained, and returns them."""
-    last_answer = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    unfinished = messages[last_answer + 1 :]
-    del messages[last_answer + 1 :]
-    return unfinished
-
-
 def check_answers(messages: list[Message], turns_field: str) -> None:
     """Raises RecordError if an answer has neither text nor calls.
 
@@ -172,13 +164,6 @@ def check_answers(messages: list[Message], turns_field: str) -> None:
         if message["role"] == "assistant" and not text.strip() and not message.get("tool_calls"):
             detail = f"the assistant's turn {i + 1} holds no text to train on"
             raise RecordError("empty answer", detail, f"{turns_field}[{i}]")
-
-
-def check_loss_weights(messages: list[Message], turns_field: str) -> None:
-    """Raises RecordError if every answer has the weight 0."""
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if answers and all(message.get("loss_weight") == 0 for message in answers):
-        raise RecordError("no loss", "every assistant turn has the loss weight 0", turns_field)
 
 
 def checked_text(text_value: Any, field_path: str) -> str:
@@ -315,12 +300,3 @@ def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str)
         return
     if weight[0] != 1:
         message["loss_weight"] = weight[0]
-
-
-def apply_record_weight(record: dict[str, Any], messages: list[Message]) -> None:
-    record_weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "")
-    if record_weight is None or record_weight[0] == 1:
-        return
-    for message in messages:
-        if message["role"] == "assistant":
-            message["loss_weight"] = record_weight[0] * message.get("loss_weight", 1.0)

@@ -12,7 +12,7 @@
 from typing import Any
 
 from .conversation import Message, RecordError, checked_text, shorten_value
-from .record_reader import RecordFormat, RecordReader, listed_turns
+from .record_reader import RecordFormat, RecordReader, listed_turns, unread_keys
 
 # --- Lists of turns -----------------------------------------------------------------------------------------
 
@@ -81,7 +81,7 @@ def _read_pairs(record: dict[str, Any], reader: RecordReader) -> list[Message]:
                 raise RecordError("bad turn", detail, field_path)
             read_keys.append(text_key)
             messages.append(reader.read_content(role, turn_pair[text_key], f"{field_path}.{text_key}"))
-        reader.note_ignored_keys("turns", turn_pair, *read_keys)
+        reader.ignored_keys += unread_keys("turns", turn_pair, *read_keys)
 
     return messages
 

@@ -4,8 +4,6 @@ The turns and their content are read, and the listed media are assigned, in orde
 without a medium.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -93,7 +91,7 @@ class RecordFormat:
     turns_field: str
     """The field with the turns, or the one that says that there is a conversation."""
     matches_record: Callable[[dict[str, Any]], bool]
-    read_messages: Callable[[dict[str, Any], RecordReader], list[Message]] = lambda record, reader: (
+    read_messages: Callable[[dict[str, Any], "RecordReader"], list[Message]] = lambda record, reader: (
         reader.read_turns(listed_turns(record, reader.turns_field))
     )
     """Raises RecordError if the turns are something else."""
@@ -146,11 +144,6 @@ class RecordReader:
         self.field_paths: list[str] = []
         self.media_limits: list[dict[str, Any]] = []
 
-    def note_ignored_keys(
-        self, key_location: str, json_object: dict[str, Any], *read_keys: str | None
-    ) -> None:
-        self.ignored_keys += unread_keys(key_location, json_object, *read_keys)
-
     def listed_references(
         self, record: dict[str, Any], field_name: str
     ) -> list[tuple[Any, str, dict[str, Any]]]:
@@ -168,7 +161,9 @@ class RecordReader:
             if isinstance(item, dict):
                 reference, limits, limit_keys = read_medium_limits(kind, reference, item, prefix)
                 refuse_unread_keys(item, MEDIUM_KEYS, prefix, limit_keys)
-                self.note_ignored_keys("listed media", item, "path", "url", "bytes", rate_key, *limit_keys)
+                self.ignored_keys += unread_keys(
+                    "listed media", item, "path", "url", "bytes", rate_key, *limit_keys
+                )
             elif rate_key:
                 self.frame_rate_keys.add(rate_key)
             located_media.append((reference, field_path, limits))
@@ -199,8 +194,16 @@ class RecordReader:
         return self.reference_in_folder(media_value, field_path), None
 
     def reference_in_folder(self, media_value: Any, field_path: str) -> Any:
-        reference = read_media_reference(media_value, field_path)
-        if not self.media_folder or not isinstance(reference, str):
+        """A medium's path, address or bytes. In a structure of both, as tables have it, bytes come first."""
+        reference = media_value
+        if isinstance(reference, dict):
+            has_bytes = isinstance(reference.get("bytes"), bytes) and reference["bytes"]
+            reference = has_bytes or reference.get("path", reference.get("url"))
+        if not isinstance(reference, str | bytes) or not reference:
+            found_text = "an empty string" if reference == "" else f"a {type(reference).__name__}"
+            detail = f"a path, a data: URI or bytes are required, but this is {found_text}"
+            raise RecordError("bad media reference", detail, field_path)
+        if not self.media_folder or isinstance(reference, bytes):
             return reference
         if "://" in reference or reference[:5].lower() == "data:" or reference.startswith("/"):
             return reference
@@ -241,7 +244,7 @@ class RecordReader:
             raise RecordError("unknown role", detail, f"{field_path}.{role_field}")
 
         structure_keys = ROLE_TURN_KEYS.get(role, TURN_WEIGHT_KEYS)
-        self.note_ignored_keys("turns", turn, role_field, content_field, *structure_keys)
+        self.ignored_keys += unread_keys("turns", turn, role_field, content_field, *structure_keys)
         if role == "call":
             message = self.read_call_turn(turn, content_field, field_path)
         elif role == "assistant":
@@ -281,8 +284,11 @@ class RecordReader:
 
     def read_content(self, role: str, turn_content: Any, field_path: str) -> Message:
         message: Message = {"role": role, "content": ""}
-        if role != "assistant":
-            self.refuse_audio_content(turn_content, field_path)
+        for item, text_path in _located_items(turn_content, field_path) if role != "assistant" else ():
+            if isinstance(item, dict):
+                item, text_path = item.get("text"), f"{text_path}.text"
+            if isinstance(item, str):
+                refuse_audio_in(item, text_path)
         if not isinstance(turn_content, list):
             text, strips = checked_text(turn_content, field_path), self.strip_user_text and role == "user"
             message["content"] = join_text_parts(self.text_parts(text, strips))
@@ -303,13 +309,6 @@ class RecordReader:
                     "two reasonings", "the turn holds two different reasonings", f"{field_path}.{key}"
                 )
             message["reasoning_content"] = reasoning_text
-
-    def refuse_audio_content(self, turn_content: Any, field_path: str) -> None:
-        for item, text_path in _located_items(turn_content, field_path):
-            if isinstance(item, dict):
-                item, text_path = item.get("text"), f"{text_path}.text"
-            if isinstance(item, str):
-                refuse_audio_in(item, text_path)
 
     def text_parts(self, marked_text: str, strip_text: bool = False) -> list[dict[str, Any]]:
         """The parts of a text with markers, with the next listed medium in the place of each marker.
@@ -352,7 +351,7 @@ class RecordReader:
 
         if part_type != "text":
             return [self.read_media_part(item, part_type, field_path)]
-        self.note_ignored_keys("content parts", item, "type", "text")
+        self.ignored_keys += unread_keys("content parts", item, "type", "text")
         return self.text_parts(checked_text(item.get("text"), f"{field_path}.text"))
 
     def read_media_part(self, item: dict[str, Any], part_type: str, field_path: str) -> dict[str, Any]:
@@ -388,9 +387,9 @@ class RecordReader:
             self._add_medium(media_kind, medium, media_field_path, limits)
         elif waiting:
             waiting[0] = (medium, listed_path, limits)
-        self.note_ignored_keys("content parts", item, "type", reference_key, rate_key, *limit_keys)
+        self.ignored_keys += unread_keys("content parts", item, "type", reference_key, rate_key, *limit_keys)
         if "bytes" not in value_object:
-            self.note_ignored_keys("content parts", value_object, "url", *limit_keys)
+            self.ignored_keys += unread_keys("content parts", value_object, "url", *limit_keys)
         return self.next_listed_medium(media_kind) if is_listed else {"type": media_kind}
 
     def next_listed_medium(self, media_kind: str) -> dict[str, Any]:
@@ -487,15 +486,3 @@ def _located_items(value: Any, field_path: str) -> list[tuple[Any, str]]:
     if not isinstance(value, list):
         return [(value, field_path)]
     return [(item, f"{field_path}[{i}]") for i, item in enumerate(value)]
-
-
-def read_media_reference(media_value: Any, field_path: str) -> Any:
-    """A medium's path, address or bytes. In a structure of both, as tables have it, bytes come first."""
-    if isinstance(media_value, dict):
-        has_bytes = isinstance(media_value.get("bytes"), bytes) and media_value["bytes"]
-        media_value = has_bytes or media_value.get("path", media_value.get("url"))
-    if not isinstance(media_value, str | bytes) or not media_value:
-        found_text = "an empty string" if media_value == "" else f"a {type(media_value).__name__}"
-        detail = f"a path, a data: URI or bytes are required, but this is {found_text}"
-        raise RecordError("bad media reference", detail, field_path)
-    return media_value

@@ -68,7 +68,6 @@ def test_card_has_what_was_measured(card_file: Path) -> None:
 )
 @in_ranks()
 def test_card_shows_another_learning_rate(hf, family: str, dtype: str, limit: float, tmp_path):
-    """Of bf16 as well, where the gap has the size of the one between two kernels."""
     init_distributed(get_platform("cpu"))
     run = card.prepare_curve(read_spec(hf), tmp_path / "card", "cpu", steps=STEPS, learning_rate=LR)
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, dtype=dtype))
@@ -83,9 +82,6 @@ def test_card_shows_another_learning_rate(hf, family: str, dtype: str, limit: fl
     assert 0 < gaps["same"] < limit < 10 * limit < gaps["other rate"]
     # On a CPU, both kernels of transformers may give the same bits.
     assert gaps["eager"] == 0 or gaps["same"] < 5 * gaps["eager"]
-
-
-# --- The page -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

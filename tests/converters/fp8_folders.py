@@ -27,11 +27,7 @@ SIZES: dict[str, Any] = {
 def quantise(
     values: Tensor, block_size: tuple[int, int], scale_dtype: torch.dtype, peak: float = 448
 ) -> tuple[Tensor, Tensor]:
-    """E4M3 values and scales of a matrix or a stack, in plain loops. The last blocks may be smaller.
-
-    Args:
-        peak: what the largest value of a block becomes.
-    """
+    """E4M3 values and scales, in plain loops; the largest value of a block becomes ``peak``."""
     (*lead, rows, cols), (height, width) = values.shape, block_size
     scales = torch.zeros(*lead, -(-rows // height), -(-cols // width), dtype=scale_dtype)
     weight = torch.zeros_like(values, dtype=torch.float8_e4m3fn)
@@ -45,7 +41,6 @@ def quantise(
 
 
 def dequantise(weight: Tensor, scales: Tensor, block_size: tuple[int, int]) -> Tensor:
-    """Values in float32."""
     rows = scales.float().repeat_interleave(block_size[0], -2)[..., : weight.shape[-2], :]
     return weight.float() * rows.repeat_interleave(block_size[1], -1)[..., : weight.shape[-1]]
 

@@ -18,56 +18,22 @@ RELEASED = sorted(path.stem for path in CONFIGS.glob("*.json"))
 """All released sizes."""
 SIZES = [size for size in RELEASED if "-VL-" in size or size in ("Qwen3.6-27B", "Qwen3.5-35B-A3B")]
 """One of each structure. What the small dense sizes of Qwen3.5 have besides (tied embeddings, float32) is in
-``test_qwen3_5.py``."""
-
-FFN = {
-    "Qwen2-VL-2B": 280,
-    "Qwen2.5-VL-3B": 344,
-    "Qwen2-VL-7B": 592,
-    "Qwen2.5-VL-7B": 592,
-    "Qwen2.5-VL-32B": 864,
-}
-"""Widths that are divisible by 8 but not by 16; the other sizes have 616."""
+``test_round_trip.py``."""
 
 
 def small_config(size: str, layers: int = 4, vision_layers: int = 2) -> dict[str, Any]:
-    """The released config of ``size`` with the same heads, key/value heads and flags; everything
-    else is small."""
-    config = json.loads((CONFIGS / f"{size}.json").read_text())
-    if "text_config" in config:
-        return small_nested_config(config, layers, vision_layers)
-    hidden = 8 * config["num_attention_heads"]
-    config |= {
-        "hidden_size": hidden,
-        "intermediate_size": FFN.get(size.removesuffix("-Instruct"), 616),
-        "num_hidden_layers": layers,
-        "vocab_size": 1208,
-        "rope_scaling": config["rope_scaling"] | {"mrope_section": [2, 1, 1]},
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    """The released config with the same heads, key/value heads and flags, and few and narrow experts.
 
-    vision = config["vision_config"] | {"depth": vision_layers}
-    if config["model_type"] == "qwen2_vl":
-        # An FFN width of 192, so that this family's padding is exercised as well.
-        vision |= {"embed_dim": 64, "hidden_size": hidden, "mlp_ratio": 3}
-    else:
-        vision |= {"hidden_size": 64, "out_hidden_size": hidden, "fullatt_block_indexes": [1]}
-        vision["intermediate_size"] = 171 if vision["intermediate_size"] == 3420 else 256
-
-    return config | {"vision_config": vision}
-
-
-def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int) -> dict[str, Any]:
-    """:func:`small_config` of Qwen3-VL, with few and narrow experts for the MoE sizes.
-
-    The width of all heads together is not the hidden size, as in the released 4B and 32B.
+    Where a config has a head dimension, the width of all heads together is not the hidden size, as in the
+    released Qwen3-VL-4B and 32B.
     """
-    text, vision = config["text_config"], config["vision_config"]
-    hidden = 6 * text["num_attention_heads"]
-    text |= {"head_dim": 8, "hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 1208}
+    config = json.loads((CONFIGS / f"{size}.json").read_text())
+    is_nested = "text_config" in config
+    text, vision = config.get("text_config", config), config["vision_config"]
+    hidden = (6 if is_nested else 8) * text["num_attention_heads"]
+    text |= {"hidden_size": hidden, "num_hidden_layers": layers, "vocab_size": 1208}
     if "intermediate_size" in text:
-        text["intermediate_size"] = 616
+        text["intermediate_size"] = 280  # 8 divides it, 16 does not
     if "layer_types" in text:
         # Narrow heads, as many as released; heads of 16, of which a quarter rotates.
         text |= {"head_dim": 16, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
@@ -75,23 +41,25 @@ def small_nested_config(config: dict[str, Any], layers: int, vision_layers: int)
         text["rope_parameters"] |= {"mrope_section": [1, 1, 0]}
         text |= {"shared_expert_intermediate_size": 24} if "shared_expert_intermediate_size" in text else {}
     else:
-        text["rope_scaling"] = text["rope_scaling"] | {"mrope_section": [2, 1, 1]}
-        text |= {"bos_token_id": 1, "eos_token_id": 2}
-
+        text["rope_scaling"] |= {"mrope_section": [2, 1, 1]}
+        text |= {"bos_token_id": 1, "eos_token_id": 2} | ({"head_dim": 8} if is_nested else {})
     if "num_experts" in text:
         text |= {"num_experts": 8, "num_experts_per_tok": 2}
         text["moe_intermediate_size"] = 40 if hidden < 300 else 56
 
-    vision |= {
-        "depth": vision_layers,
-        "hidden_size": 4 * vision["num_heads"],
-        # As the released widths: some need no padding, and one no tensor parallelism above 1 divides.
-        "intermediate_size": 171 if vision["intermediate_size"] == 4304 else 256,
-        "out_hidden_size": hidden,
-        "num_position_embeddings": 49,
-        "deepstack_visual_indexes": [0, 1] if vision["deepstack_visual_indexes"] else [],
-    }
-
+    vision["depth"] = vision_layers
+    if config["model_type"] == "qwen2_vl":
+        # An FFN width of 192, so that this family's padding is exercised as well.
+        vision |= {"embed_dim": 64, "hidden_size": hidden, "mlp_ratio": 3}
+        return config
+    # As the released widths: some need no padding, and one no tensor parallelism above 1 divides.
+    vision["intermediate_size"] = 171 if vision["intermediate_size"] in (3420, 4304) else 256
+    vision["out_hidden_size"] = hidden
+    if not is_nested:
+        vision |= {"hidden_size": 64, "fullatt_block_indexes": [1]}
+        return config
+    vision |= {"hidden_size": 4 * vision["num_heads"], "num_position_embeddings": 49}
+    vision["deepstack_visual_indexes"] = [0, 1] if vision["deepstack_visual_indexes"] else []
     tokens = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     return config | {name: 3 + i for i, name in enumerate(tokens)}
 
@@ -161,8 +129,7 @@ def released_tensors(size: str, layers: int = 4) -> dict[str, Tensor]:
 
 
 def experts_apart(tensors: dict[str, Tensor], *, input_first: bool = True) -> dict[str, Tensor]:
-    """Tensors of Qwen3-VL-MoE or Qwen3.5-MoE as released, with separate tensors for each expert's matrices,
-    named as in the text models (Qwen3-MoE)."""
+    """Tensors with each expert's matrices apart, named as in the text models (Qwen3-MoE)."""
     apart: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if ".mlp.experts." not in name or name.startswith("mtp."):
@@ -224,7 +191,6 @@ def released_folder(folder: Path, size: str, files: int = 2, layers: int = 4) ->
 
 
 def run(*words: object) -> int:
-    """Runs a command."""
     return main([str(word) for word in words])
 
 
@@ -234,6 +200,12 @@ def assert_same_folder(a: Path, b: Path) -> None:
     assert names[0] == names[1]
     for name in names[0]:
         assert (a / name).read_bytes() == (b / name).read_bytes(), name
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -21,7 +21,6 @@ SAVED: dict[str, Any] = {
 
 
 def all_targets(hf: Path) -> dict[str, Any]:
-    """PEFT's settings for an adapter of every matrix that can have one."""
     return target_settings(released_matrices(read_spec(hf)), read_spec(hf))
 
 
@@ -60,7 +59,6 @@ def load_peft(hf: Path, folder: Path) -> Any:
 
 
 def logits(model: Any) -> Tensor:
-    """Logits of a row of text."""
     tokens = torch.arange(40, 72).unsqueeze(0)
     with torch.no_grad():
         return model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits

@@ -35,7 +35,6 @@ def token_file(folder: Path, tokens: list[str]) -> Path:
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2_5_vl", False), ("qwen3_5", True)])
 def test_added_tokens_have_the_mean_of_their_pieces(tmp_path: Path, family: str, tied: bool) -> None:
-    """transformers loads the folder, and old tokens have bit for bit the same logits."""
     hf = tiny_checkpoint(family, tied=tied)
     old_tokenizer, _ = load_tokenizer(hf)
     main(f"convert --hf {hf} --add-tokens {token_file(tmp_path, TOKENS)} --out {tmp_path / 'out'}".split())

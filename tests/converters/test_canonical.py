@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from converters import make_conversion_rules, qwen2_vl
+from converters import make_conversion_rules
 from converters.convert import convert_weights
-from converters.rules import rules_from_entries
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.weights.tensor_files import matrix_shape
@@ -30,7 +29,7 @@ from .helpers import (
     write_hf,
 )
 
-PARAMETERS = {
+PUBLISHED: dict[str, tuple[int, ...]] = {
     "Qwen2-VL-2B-Instruct": (729, 2_208_985_600),
     "Qwen2-VL-7B-Instruct": (730, 8_291_375_616),
     "Qwen2-VL-72B-Instruct": (1354, 73_405_560_320),
@@ -44,25 +43,41 @@ PARAMETERS = {
     "Qwen3-VL-32B-Instruct": (1058, 33_357_390_064),
     "Qwen3-VL-30B-A3B-Instruct": (882, 31_070_754_032),
     "Qwen3-VL-235B-A22B-Instruct": (1388, 235_670_022_896),
-    "Qwen3.5-0.8B": (473, 852_985_920),
-    "Qwen3.5-2B": (617, 2_213_241_664),
-    "Qwen3.5-4B": (723, 4_539_265_536),
-    "Qwen3.5-9B": (760, 9_409_813_744),
-    "Qwen3.5-27B": (1184, 27_356_728_560),
-    "Qwen3.6-27B": (1184, 27_356_728_560),
-    "Qwen3.5-35B-A3B": (1026, 35_107_181_936),
-    "Qwen3.6-35B-A3B": (1026, 35_107_181_936),
-    "Qwen3.5-122B-A10B": (1164, 122_562_817_776),
-    "Qwen3.5-397B-A17B": (1371, 396_802_360_816),
+    "Qwen3.5-0.8B": (473, 852_985_920, 1_746_882_752, 20_452_864),
+    "Qwen3.5-2B": (617, 2_213_241_664, 4_548_144_832, 60_828_160),
+    "Qwen3.5-4B": (723, 4_539_265_536, 9_319_737_856, 120_599_552),
+    "Qwen3.5-9B": (760, 9_409_813_744, 19_306_216_416, 243_290_624),
+    "Qwen3.5-27B": (1184, 27_356_728_560, 55_562_872_800, 424_699_392),
+    "Qwen3.6-27B": (1184, 27_356_728_560, 55_562_855_904, 424_699_392),
+    "Qwen3.5-35B-A3B": (1026, 35_107_181_936, 71_903_655_008, 844_640_768),
+    "Qwen3.6-35B-A3B": (1026, 35_107_181_936, 71_903_645_408, 844_640_768),
+    "Qwen3.5-122B-A10B": (1164, 122_562_817_776, 250_173_007_840, 2_523_679_232),
+    "Qwen3.5-397B-A17B": (1371, 396_802_360_816, 806_795_875_168, 6_595_568_128),
 }
-"""Numbers of tensors and parameters of the released checkpoints, without multi-token prediction."""
+"""Numbers of tensors and parameters of the released checkpoints, without multi-token prediction; from Qwen3.5
+on also ``total_size`` of the weight index in bytes, and the parameters of multi-token prediction."""
 
 
 @pytest.mark.parametrize("size", RELEASED)
 def test_rules_ask_for_the_released_tensors(size: str) -> None:
     spec = read_spec(json.loads((CONFIGS / f"{size}.json").read_text()))
     shapes = {name: shape for rule in make_conversion_rules(spec) for name, shape in rule.hf_shapes.items()}
-    assert (len(shapes), sum(math.prod(shape) for shape in shapes.values())) == PARAMETERS[size]
+    assert (len(shapes), sum(math.prod(shape) for shape in shapes.values())) == PUBLISHED[size][:2]
+
+
+@pytest.mark.parametrize("size", [size for size, numbers in PUBLISHED.items() if len(numbers) > 2])
+def test_bytes_are_those_of_the_released_index(size: str) -> None:
+    """All is bfloat16, except that Qwen3.5 has decays and norms of linear attention in float32."""
+    total, mtp = PUBLISHED[size][2:]
+    spec = read_spec(CONFIGS / f"{size}.json")
+    table, v = tensor_table(spec), spec.vision
+    # The tower's FFN is padded here: rows and bias of fc1, columns of fc2.
+    padding = v.num_layers * (v.padded_ffn_hidden_size - v.ffn_hidden_size) * (2 * v.hidden_size + 1)
+    parameters = sum(math.prod(info.shape) for info in table.values()) - padding
+    wide = sum(
+        math.prod(info.shape) for name, info in table.items() if name.endswith(("A_log", "out_norm.weight"))
+    )
+    assert total == 2 * (parameters + mtp) + (2 * wide if size.startswith("Qwen3.5") else 0)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -103,10 +118,7 @@ def test_experts_of_every_style_become_the_same_weights(tmp_path: Path, size: st
     assert len(digests) == 1
 
 
-def test_tensors_without_an_entry_are_named() -> None:
-    spec = read_spec(small_config("Qwen2-VL-2B-Instruct"))
-    entries = [*qwen2_vl.TOWER, *qwen2_vl.TOWER_MLP]
-    with pytest.raises(ValueError, match=r"qwen2_vl: no rule for tensor 'language_model\.embedding"):
-        rules_from_entries(spec, entries)
-    with pytest.raises(ValueError, match="two entries for one name"):
-        rules_from_entries(spec, [*entries, entries[0]])
+def test_fewer_layers_keep_their_kind() -> None:
+    spec = read_spec(CONFIGS / "Qwen3.5-9B.json").replace_layers(num_language_layers=5)
+    assert [spec.language.has_linear_attention(i) for i in range(5)] == [True, True, True, False, True]
+    assert spec.language.linear_attention.linear_layers == (0, 1, 2, 4)

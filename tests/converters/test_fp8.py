@@ -35,10 +35,7 @@ LAYER = "model.language_model.layers.0"
 
 @pytest.mark.parametrize("rows", [512, 600])
 def test_fp8_values_are_read_once_for_values_and_scales(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """A stack of three matrices in pieces; matrices whose last blocks are smaller share a piece's blocks.
-
-    A block of zeros has the scale 1.
-    """
+    """A stack of three matrices in pieces; matrices whose last blocks are smaller share a piece's blocks."""
     monkeypatch.setattr("megatron_vl.weights.tensor_files.CHUNK_BYTES", 2 * 4 * 128 * 200)
     values = torch.randn(3, rows, 200, generator=torch.Generator().manual_seed(1))
     values[1, :128, 128:] = 0.0
@@ -63,9 +60,8 @@ def test_fp8_values_are_read_once_for_values_and_scales(monkeypatch: pytest.Monk
     assert not output._scale_rows
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5_moe"])
 def test_fp8_weights_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
-    """Bit for bit in the type of the folder, and with the same values in float32."""
     from transformers import AutoModelForImageTextToText, FineGrainedFP8Config
 
     hf = fp8_folder(tmp_path / "hf", family, experts_apart=True)
@@ -170,11 +166,6 @@ def test_export_in_fp8_equals_the_quantiser_of_transformers(tmp_path: Path, fami
 
 
 def test_export_in_fp8_leaves_what_the_released_folders_leave(tmp_path: Path) -> None:
-    """The modules of a layer that Qwen3.6-35B-A3B-FP8 names, with the names that engines fuse.
-
-    That folder has 64,196 tensors: 333 of the tower, 1,560 of multi-token prediction, and those of 40 layers
-    with 256 experts, of which every fourth has softmax attention.
-    """
     hf = tiny_checkpoint("qwen3_5_moe", **WHOLE_BLOCKS)
     convert_weights(hf, tmp_path / "megatron")
     report = export_weights(tmp_path / "megatron", hf, tmp_path / "fp8", as_fp8=True)
@@ -245,7 +236,6 @@ def test_experts_that_transformers_misreads_are_filled_in(tmp_path: Path, family
 
 
 def test_mtp_in_fp8_in_a_place_of_other_tools(tmp_path: Path) -> None:
-    """It is carried byte for byte, and trained from the same weights as in its released place."""
     hf = fp8_folder(tmp_path / "hf", "qwen3_5_moe", experts_apart=True, mtp_prefix="mtp.")
     peers = fp8_folder(
         tmp_path / "peers", "qwen3_5_moe", experts_apart=True, mtp_prefix="model.language_model.mtp."
@@ -291,18 +281,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_quantised_weights_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     changes, message = REFUSED[kind]
+    hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
+    form = json.loads((hf / "config.json").read_text())["quantization_config"]
+    edit(hf / "config.json", quantization_config=form | changes)
     if kind == "no scales":
-        hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
         for path in hf.glob("*.safetensors"):
             kept = {k: t.bfloat16() for k, t in load_file(path).items() if "_scale_inv" not in k}
             save_file(kept, path, metadata={"format": "pt"})
         index = json.loads((hf / "model.safetensors.index.json").read_text())["weight_map"]
         weight_map = {k: file for k, file in index.items() if "_scale_inv" not in k}
         edit(hf / "model.safetensors.index.json", weight_map=weight_map)
-    else:
-        hf = fp8_folder(tmp_path / "hf", "qwen3_vl")
-        form = json.loads((hf / "config.json").read_text())["quantization_config"]
-        edit(hf / "config.json", quantization_config=form | changes)
     with pytest.raises((ConfigError, WeightsError), match=message):
         HfCheckpoint(hf)
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,12 @@ def float_checkpoint(family: str) -> Path:
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory):
     """Maps each family to an adapter of all its matrices, written by peft once."""
-    root, folders = tmp_path_factory.mktemp("adapters"), {}
+    root = tmp_path_factory.mktemp("adapters")
 
+    @cache
     def adapter(family: str) -> Path:
-        if family not in folders:
-            hf = float_checkpoint(family)
-            folders[family] = peft_folder(root / family, hf, **all_targets(hf), **patterns(family))
-        return folders[family]
+        hf = float_checkpoint(family)
+        return peft_folder(root / family, hf, **all_targets(hf), **patterns(family))
 
     return adapter
 
@@ -74,8 +74,16 @@ LAYOUTS: list[dict[str, Any]] = [{"tp": 4}, {"pp": 2}, {"tp": 2, "pp": 2, "vpp":
 MOE_LAYOUTS: list[dict[str, Any]] = [{"tp": 2, "ep": 2}, {"pp": 2, "ep": 4, "etp": 2}]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("trains_whole", [False, True], ids=["factors", "whole modules"])
+@pytest.mark.parametrize(
+    ("family", "trains_whole"),
+    [
+        # In `make test`, each family once: its modules are those of another one too.
+        pytest.param(family, trains_whole, marks=[] if in_make_test else pytest.mark.full)
+        for family in FAMILIES
+        for trains_whole in (False, True)
+        for in_make_test in [trains_whole == (family in ("qwen2_vl", "qwen3_vl", "qwen3_5"))]
+    ],
+)
 def test_adapters_keep_their_bits_through_all_layouts(tmp_path, adapters, family, trains_whole) -> None:
     """PEFT -> unsplit -> TP4 -> PP2 -> ... -> PEFT: peft loads the result and computes the same.
 
@@ -109,7 +117,6 @@ def test_adapters_keep_their_bits_through_all_layouts(tmp_path, adapters, family
 
 
 def rewritten(source: Path, target: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
-    """A copy of an adapter with other tensors and settings."""
     target.mkdir()
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, target / ADAPTER_FILE)
     config = json.loads((source / ADAPTER_CONFIG_FILE).read_text()) | settings
@@ -212,33 +219,29 @@ def test_layers_to_transform_must_hold_every_factor(tmp_path: Path, adapters, la
     assert len(PeftFolder(folder, read_spec(hf)).factors) == 2
 
 
-HEAD = {f"base_model.model.lm_head.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+def factors_of(module: str) -> dict[str, Tensor]:
+    return {f"base_model.model.{module}.lora_{letter}.weight": torch.ones(4, 4) for letter in "AB"}
+
+
 REFUSED: list[tuple[str, dict[str, Any], Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = [
     ("use_dora", {"use_dora": True}, dict),
     ("bias is 'all'", {"bias": "all"}, dict),
     ("init_lora_weights is 'pissa_niter_4'", {"init_lora_weights": "pissa_niter_4"}, dict),
     ("peft_type", {"peft_type": "LOHA"}, dict),
     (r"require \[8, ", {"r": 8}, dict),
-    ("lm_head", {}, lambda tensors: tensors | HEAD),
+    ("lm_head", {}, lambda tensors: tensors | factors_of("lm_head")),
     ("has only one of lora_A, lora_B", {}, lambda tensors: dict(list(tensors.items())[1:])),
     ("is not a factor", {}, lambda tensors: tensors | {"base_model.model.x.lora_magnitude": torch.ones(3)}),
     (
         r"experts\.5\.gate_proj' has an adapter, but qwen3_5_moe has no such matrix",
         {},
-        lambda tensors: (
-            tensors
-            | {
-                key.replace("lm_head", "model.layers.1.mlp.experts.5.gate_proj"): factor
-                for key, factor in HEAD.items()
-            }
-        ),
+        lambda tensors: tensors | factors_of("model.layers.1.mlp.experts.5.gate_proj"),
     ),
 ]
 
 
 @pytest.mark.parametrize(("message", "settings", "change"), REFUSED, ids=[each[0] for each in REFUSED])
 def test_unsupported_settings_and_tensors_are_refused(tmp_path, adapters, message, settings, change) -> None:
-    """What cannot be represented is named: modules without adapters here, lost factors, missing experts."""
     hf, adapter = float_checkpoint("qwen3_5_moe"), adapters("qwen3_5_moe")
     tensors = change(load_file(adapter / ADAPTER_FILE))
     with pytest.raises(WeightsError, match=message):
@@ -253,7 +256,6 @@ def test_pickles_are_refused(tmp_path, adapters) -> None:
 
 
 def test_square_experts_need_a_known_version(tmp_path) -> None:
-    """If inputs and outputs are equally many, only the version says which factor has which."""
     hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32, expert_ffn_hidden_size=64)
     settings = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
     adapter = peft_folder(tmp_path / "adapter", hf, **settings)
@@ -294,7 +296,6 @@ def test_command_exports_adapters(tmp_path, adapters, capsys) -> None:
 
 
 def test_adapters_keep_the_chat_template_that_they_were_trained_with(tmp_path: Path, adapters) -> None:
-    """In PEFT's folder, and from there into a merged model and into weights."""
     hf, step = float_checkpoint("qwen2_vl"), tmp_path / "step_00000001"
     convert_adapter(adapters("qwen2_vl"), hf, step / "weights")
     write_run_json(step, {"fields": {"data.max_pixels": 1, "data.chat_template": "{{ messages }}"}})

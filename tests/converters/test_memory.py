@@ -56,7 +56,7 @@ def memory(process: psutil.Process) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not psutil.LINUX, reason="psutil tells memory with a file behind it from other memory on Linux"
+    not psutil.LINUX, reason="only Linux tells memory with a file behind it from other memory"
 )
 def test_memory_is_bounded(tmp_path: Path, repository: Path) -> None:
     size = big_folder(tmp_path / "hf")

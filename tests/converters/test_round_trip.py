@@ -4,13 +4,16 @@ all naming styles."""
 import itertools
 import json
 import re
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from converters.convert import convert_weights, export_weights, reshard_weights
+from converters.convert import WeightsReport, convert_weights, export_weights, reshard_weights
 from converters.tensor_folder import TensorFolder
 
 from .helpers import (
@@ -20,6 +23,7 @@ from .helpers import (
     hf_model,
     released_folder,
     released_tensors,
+    run,
     small_config,
     tp_sizes,
     write_hf,
@@ -34,73 +38,51 @@ PIPELINES = {
     "empty_first_stage": {"pp": 4, "layers": [0, 2, 1, 1]},
     "uneven_vpp": {"pp": 2, "vpp": 2, "layers": [0, 2, 2, 0]},
 }
-CASES = list(itertools.product(SIZES, (1, 2, 4, 8), PIPELINES))
-CASES = [(size, tp, pipeline) for size, tp, pipeline in CASES if tp in tp_sizes(size)]
-
-
-def turn(size: str, pipeline: str) -> int:
-    """Counts along the diagonals of the table of sizes and pipelines."""
-    return SIZES.index(size) + list(PIPELINES).index(pipeline)
-
-
-def is_chosen(size: str, tp: int, pipeline: str) -> bool:
-    """Whether a layout is among those that hold every pair: each size with every pipeline and every TP,
-    and each pipeline with every TP."""
-    sizes = tp_sizes(size)
-    return tp == sizes[-1 - turn(size, pipeline) % len(sizes)]
-
-
 FIRST = {size.split("-VL-")[0] + ("-A" * ("-A" in size)): size for size in reversed(SIZES)}.values()
 """One size of each family."""
-
-
-def marks_of(size: str, *case: Any) -> list[pytest.MarkDecorator]:
-    """The other sizes of a family have the same rules: every third of their layouts is in `make test`."""
-    if case:
-        is_left_out = not is_chosen(size, *case) or size not in FIRST and turn(size, case[1]) % 3
-        return [pytest.mark.full] if is_left_out else [] if size in FIRST else [pytest.mark.slow]
-    return [] if size in FIRST else [pytest.mark.full]
-
-
-LAYOUTS = [pytest.param(*case, marks=marks_of(*case)) for case in CASES]
-BY_SIZE = [pytest.param(size, marks=marks_of(size)) for size in SIZES]
 EXPERTS = ({"ep": 8}, {"ep": 2}, {}, {"ep": 4, "etp": 2}, {"ep": 2, "etp": 4}, {"etp": 2})
 """What a model with experts adds to a layout, used in turn."""
 
 
-def experts_of(size: str, tp: int, pipeline: str) -> dict[str, int]:
-    """All of :data:`EXPERTS` occur among the chosen layouts of a size, and others at the same place for other
-    TP sizes."""
-    number, sizes = turn(size, pipeline), tp_sizes(size)
-    return EXPERTS[(number + (number + sizes.index(tp)) % len(sizes)) % len(EXPERTS)]
+def in_make_test(is_chosen: bool) -> list[pytest.MarkDecorator]:
+    return [] if is_chosen else [pytest.mark.full]
+
+
+def layouts() -> Iterator[Any]:
+    """Every size with every pipeline and TP size. `make test` has one TP size in turn for each family and
+    pipeline, and all of :data:`EXPERTS` for those with experts."""
+    for (i, size), (j, pipeline) in itertools.product(enumerate(SIZES), enumerate(PIPELINES)):
+        tp_sizes_of_model = tp_sizes(size)
+        for k, tp in enumerate(tp_sizes_of_model):
+            turn = (i + j + k) % len(tp_sizes_of_model)
+            experts = EXPERTS[(i + j + turn) % len(EXPERTS)] if "-A" in size else {}
+            is_chosen = size in FIRST and turn == len(tp_sizes_of_model) - 1
+            layout = {"tp": tp, **PIPELINES[pipeline], **experts}
+            yield pytest.param(size, layout, id=f"{size}-{tp}-{pipeline}", marks=in_make_test(is_chosen))
 
 
 @pytest.fixture(scope="module")
 def origins(tmp_path_factory: pytest.TempPathFactory):
-    """Maps each size to a folder in the released form, written once."""
-    root, folders = tmp_path_factory.mktemp("released"), {}
-
-    def origin(size: str) -> Path:
-        if size not in folders:
-            folders[size] = released_folder(root / size, size)
-        return folders[size]
-
-    return origin
+    root = tmp_path_factory.mktemp("released")
+    return cache(lambda size: released_folder(root / size, size))
 
 
-@pytest.mark.parametrize(("size", "tp", "pipeline"), LAYOUTS)
-def test_round_trip_of_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str) -> None:
-    origin = origins(size)
-    experts = experts_of(size, tp, pipeline) if "-A" in size else {}
-    convert_weights(origin, tmp_path / "shards", {"tp": tp, **PIPELINES[pipeline], **experts})
-    export_weights(tmp_path / "shards", origin, tmp_path / "back")
-    assert_same_folder(origin, tmp_path / "back")
+def assert_round_trip(origin: Path, layout: dict[str, Any]) -> WeightsReport:
+    """HF -> shards -> HF gives the same bytes, in folders beside ``origin``."""
+    convert_weights(origin, origin.with_name("shards"), layout)
+    report = export_weights(origin.with_name("shards"), origin, origin.with_name("back"))
+    assert_same_folder(origin, origin.with_name("back"))
+    return report
 
 
-@pytest.mark.parametrize("size", BY_SIZE)
+@pytest.mark.parametrize(("size", "layout"), layouts())
+def test_round_trip_of_every_layout(tmp_path: Path, origins, size: str, layout: dict[str, Any]) -> None:
+    (tmp_path / "hf").symlink_to(origins(size))
+    assert_round_trip(tmp_path / "hf", layout)
+
+
+@pytest.mark.parametrize("size", [pytest.param(size, marks=in_make_test(size in FIRST)) for size in SIZES])
 def test_round_trip_through_two_layouts(tmp_path: Path, origins, size: str) -> None:
-    """HF -> unsplit -> shards A -> shards B -> unsplit gives the same unsplit bytes; B -> HF the
-    same HF bytes."""
     origin, tp = origins(size), tp_sizes(size)[-1]
     a: dict[str, Any] = {"tp": tp, "pp": 2, "vpp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {})
     b: dict[str, Any] = {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]} | (
@@ -117,58 +99,58 @@ def test_round_trip_through_two_layouts(tmp_path: Path, origins, size: str) -> N
     assert_same_folder(tmp_path / "a", tmp_path / "direct")
 
 
-def in_both_formats() -> list[Any]:
-    """(size, names as released); the larger sizes of a family are in the full suite."""
-    return [
-        pytest.param(size, original, id=f"{size}-{name}", marks=marks_of(size))
-        for size in SIZES
-        for name, original in (("released_names", True), ("names_in_memory", False))
-    ]
+SAVED = [
+    pytest.param(size, original, id=f"{size}-{name}", marks=in_make_test(size in FIRST))
+    for size in SIZES
+    for name, original in (("released_names", True), ("names_in_memory", False))
+    if original or not size.startswith("Qwen3") or "-VL-" in size and "-A" in size
+]
+"""Other families are released as they are in memory."""
 
 
-@pytest.mark.parametrize(("size", "original_format"), in_both_formats())
+@pytest.mark.parametrize(("size", "original_format"), SAVED)
 def test_round_trip_of_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> None:
-    """Folders that transformers 5 writes have a nested config and either naming style; loaded again
-    they are equal."""
+    """Folders of transformers 5 have a nested config; loaded again they are equal."""
     model = hf_model(size)
     model.save_pretrained(tmp_path / "hf", max_shard_size="2MB", save_original_format=original_format)
     assert "text_config" in json.loads((tmp_path / "hf" / "config.json").read_text())
     names = TensorFolder(tmp_path / "hf").file_by_tensor
     # Qwen3-VL is released with the names in memory.
     assert ("visual.patch_embed.proj.weight" in names) is (original_format and not size.startswith("Qwen3"))
-    convert_weights(
-        tmp_path / "hf",
-        tmp_path / "shards",
-        {"tp": 2, "pp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {}),
-    )
-    export_weights(tmp_path / "shards", tmp_path / "hf", tmp_path / "back")
-    assert_same_folder(tmp_path / "hf", tmp_path / "back")
-
-    back = type(model).from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
+    assert_round_trip(tmp_path / "hf", {"tp": 2, "pp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {}))
+    back = type(model).from_pretrained(tmp_path / "back", dtype=torch.bfloat16).state_dict()
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, back.state_dict()[name]), name
+        assert torch.equal(tensor, back[name]), name
 
 
-@pytest.mark.parametrize("size", ["Qwen2.5-VL-7B-Instruct", "Qwen3-VL-30B-A3B-Instruct"])
-def test_round_trip_of_mixed_types(tmp_path: Path, size: str) -> None:
-    """Norms with their own data types, and one tensor of those that Megatron fuses, come back unchanged."""
+def with_mixed_types(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Norms have their own data types, and so has one tensor of those that Megatron fuses."""
     wide = re.compile("norm|merger|k_proj|up_proj")
-    tensors = {
-        # 1.0001 is a value that only the wide type can hold, so that a round trip through a narrow one shows.
-        name: tensor.float() * 1.0001 if wide.search(name) else tensor.half()
-        for name, tensor in released_tensors(size).items()
-    }
-    origin = write_hf(tmp_path / "hf", tensors, small_config(size), files=3)
-    convert_weights(origin, tmp_path / "shards", {"tp": 4, "pp": 2, "layers": [1, 3]})
-    report = export_weights(tmp_path / "shards", origin, tmp_path / "back")
-    assert_same_folder(origin, tmp_path / "back")
-    assert not report.cast
+    # 1.0001 is a value that only the wide type can hold, so that a round trip through a narrow one shows.
+    return {n: t.float() * 1.0001 if wide.search(n) else t.half() for n, t in tensors.items()}
+
+
+def with_tied_output(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Some tools write the tied output layer: it is read if it equals the embedding."""
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+@pytest.mark.parametrize(
+    ("size", "change"),
+    [
+        ("Qwen2.5-VL-7B-Instruct", with_mixed_types),
+        ("Qwen3-VL-30B-A3B-Instruct", with_mixed_types),
+        ("Qwen2-VL-2B-Instruct", with_tied_output),
+    ],
+)
+def test_round_trip_of_unusual_folders(tmp_path: Path, size: str, change: Callable[..., Any]) -> None:
+    origin = write_hf(tmp_path / "hf", change(released_tensors(size)), small_config(size), files=3)
+    assert not assert_round_trip(origin, {"tp": 4, "pp": 2, "layers": [1, 3]}).cast
 
 
 @pytest.mark.parametrize("style", ["input_first", "output_first", "apart"])
 def test_round_trip_of_experts_in_every_style(tmp_path: Path, style: str) -> None:
-    """Stacks in either orientation or separate experts come back unchanged, with dense layers in between, and
-    another type of one of the two stacks, or of a part of one."""
+    """With dense layers in between, and another type of one of the two stacks, or of a part of one."""
     size = "Qwen3-VL-30B-A3B-Instruct"
     config, tensors = small_config(size), released_tensors(size)
     config["text_config"]["mlp_only_layers"] = [1]
@@ -192,21 +174,46 @@ def test_round_trip_of_experts_in_every_style(tmp_path: Path, style: str) -> Non
         assert_same_folder(origin, tmp_path / "back")
 
 
-def test_round_trip_of_a_stored_tied_output(tmp_path: Path) -> None:
-    """Some tools write the tied output layer: it is read if it equals the embedding, and
-    written on export."""
-    size = "Qwen2-VL-2B-Instruct"
-    tensors = released_tensors(size)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    origin = write_hf(tmp_path / "hf", tensors, small_config(size))
-    convert_weights(origin, tmp_path / "shards", {"tp": 2, "pp": 2})
-    export_weights(tmp_path / "shards", origin, tmp_path / "back")
+@pytest.mark.parametrize(("experts", "mtp"), [("stacked", "stacked"), ("apart", "apart"), ("apart", "none")])
+def test_experts_and_prediction_in_every_style(tmp_path: Path, experts: str, mtp: str) -> None:
+    """Qwen3.5 stores MTP's experts apart beside stacked ones of the model, Qwen3.6 both stacked;
+    ``transformers`` writes the model's apart and loses MTP."""
+    size = "Qwen3.5-35B-A3B"
+    tensors = {name: t for name, t in released_tensors(size).items() if not name.startswith("mtp.")}
+    if experts == "apart":
+        tensors = experts_apart(tensors, input_first=False)
+    other = {"apart": size, "stacked": "Qwen3.6-35B-A3B", "none": "Qwen3.6-27B"}[mtp]
+    beside = {name: t for name, t in released_tensors(other).items() if name.startswith("mtp.")}
+    beside = {} if mtp == "none" else beside
+    origin = write_hf(tmp_path / "hf", tensors | beside, small_config(size), files=3)
+
+    report = convert_weights(origin, tmp_path / "shards", {"tp": 2, "pp": 2, "ep": 4, "etp": 2})
+    assert report.carried == len(beside) and (mtp == "none" or len(beside) > 4)
+    report = export_weights(tmp_path / "shards", origin, tmp_path / "back")
+    assert report.carried == len(beside) and report.tensors == len(tensors) + len(beside)
     assert_same_folder(origin, tmp_path / "back")
 
 
+@pytest.mark.parametrize("place", ["", "model.", "language_model.", "model.language_model."])
+def test_prediction_is_left_where_it_is(tmp_path: Path, place: str, capsys) -> None:
+    """As released, and in the places of other tools, where transformers ignores it too."""
+    from transformers import AutoModelForImageTextToText
+
+    size, origin, full, back = "Qwen3.5-0.8B", tmp_path / "hf", tmp_path / "full", tmp_path / "back"
+    tensors = {place * name.startswith("mtp.") + name: t for name, t in released_tensors(size).items()}
+    write_hf(origin, tensors, small_config(size))
+    assert run("convert", "--hf", origin, "--out", full, "--parallel.tp", 2) == 0
+    note = "note: 3 tensors of multi-token prediction (mtp.*) were not converted"
+    assert note in capsys.readouterr().out
+    assert run("export", "--checkpoint", full, "--hf", origin, "--out", back) == 0
+    note = "(mtp.*) were copied from the original folder as they are: they were not"
+    assert note in capsys.readouterr().out
+    assert_same_folder(origin, back)
+    theirs = AutoModelForImageTextToText.from_pretrained(origin, output_loading_info=True)[1]
+    assert not theirs["missing_keys"] and all("mtp." in name for name in theirs["unexpected_keys"])
+
+
 def test_conversion_copies_other_files(tmp_path: Path) -> None:
-    """Folders of templates and files linked as in the hub's cache are copied; weights in other formats
-    are named instead."""
     origin = released_folder(tmp_path / "cache" / "snapshots" / "1a2b", "Qwen2.5-VL-3B-Instruct")
     (origin / "additional_chat_templates").mkdir()
     (origin / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")

@@ -24,8 +24,10 @@ from tests.disk import Disk
 FORK = multiprocessing.get_context("fork")
 
 
-def make_source(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
     """Input and media: 60 records in two files, some of them bad, with equal ids."""
+    folder = tmp_path_factory.mktemp("source")
     records: list[Any] = [record | {"extra": 1} for record in mixed_records(folder / "media", 50)]
     for i in range(0, 50, 5):
         turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "y"}]
@@ -35,11 +37,6 @@ def make_source(folder: Path) -> Path:
     (folder / "a.json").write_text(json.dumps(records[:35]))
     (folder / "b.jsonl").write_text("\n".join(map(json.dumps, records[35:])) + "\n{broken\n")
     return folder
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    return make_source(tmp_path_factory.mktemp("source"))
 
 
 def convert(source: Path, out: Path, **changes: Any) -> Any:
@@ -62,16 +59,6 @@ def undisturbed(source, tmp_path_factory) -> dict[str, str]:
     return digests(out)
 
 
-def killed_after(seconds: float, source: Path, out: Path, workers: int) -> bool:
-    """Whether SIGKILL found the conversion at work."""
-    process = FORK.Process(target=convert, args=(source, out), kwargs={"workers": workers})
-    process.start()
-    process.join(seconds)
-    process.kill()
-    process.join(10)
-    return process.exitcode == -signal.SIGKILL
-
-
 LATER_KILLS = [pytest.param(0.1 * number, 1 + number % 2, marks=pytest.mark.full) for number in range(18)]
 
 
@@ -80,7 +67,12 @@ def test_killed_conversion_starts_again_and_gives_the_same_bytes(
     source, tmp_path, undisturbed, seconds, workers
 ):
     out = tmp_path / "out"
-    if killed_after(seconds, source, out, workers):
+    process = FORK.Process(target=convert, args=(source, out), kwargs={"workers": workers})
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join(10)
+    if process.exitcode == -signal.SIGKILL:  # it was found at work
         assert not out.exists()
         convert(source, out, workers=3)
     assert digests(out) == undisturbed

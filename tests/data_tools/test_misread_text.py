@@ -33,8 +33,6 @@ def trained_text(encoder: ChatEncoder, record: dict) -> str:
     return encoder.tokenizer.decode(ids[mask.bool()])
 
 
-# --- Answers ------------------------------------------------------------------------------------------------
-
 LOST = {
     "two closing tags": "alpha</think>beta</think>gamma",
     "text before the block": "alpha <think>beta</think> gamma",
@@ -93,13 +91,10 @@ def test_templates_that_drop_other_texts_are_refused(encoder):
             trained_text(changed, {"messages": messages})
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(350, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [80, pytest.param(350, marks=pytest.mark.full)])
 def test_ordinary_answers_are_accepted(encoder, count):
     for record in ordinary_records(count, seed=len(encoder.chat_template)):  # for each of three templates
         trained_text(encoder, record)
-
-
-# --- Results and their calls --------------------------------------------------------------------------------
 
 
 def call_of(call_id: object, arguments: object = None) -> dict:
@@ -161,38 +156,29 @@ def test_calls_as_turns_have_ids_too():
     assert [m["content"] for m in read if m["role"] == "tool"] == ["result of 1", "result of 2"]
 
 
-# --- Control tokens -----------------------------------------------------------------------------------------
-
 TOKENS = [f"<|{name}|>" for name in "im_end im_start endoftext vision_start vision_end vision_pad".split()]
 
 
 def records_with(text: str) -> dict[str, dict]:
+    """A record with the text in each place."""
+
+    def calls(arguments: object) -> dict:
+        return {**DONE, "content": "", "tool_calls": [call_of("1", arguments)]}
+
+    parts = [{"type": "text", "text": piece} for piece in (text[:5], text[5:])]
+    messages = {
+        "user": [{**USER, "content": text}, DONE],
+        "answer": [USER, {**DONE, "content": text}],
+        "reasoning": [USER, {**DONE, "reasoning_content": text}],
+        "result": [USER, calls({}), {**result_of("1"), "content": text}, DONE],
+        "key of an argument": [USER, calls({"list": [{text: 1}]})],
+        "argument as JSON": [USER, calls('{"a": "\\u003c' + text[1:] + '"}')],
+        "two parts": [{**USER, "content": parts}, DONE],
+    }
     tool = {"type": "function", "function": {**TOOL["function"], "description": text}}
-    arguments = {"list": [{text: 1}]}
-    return {
-        "user": {"messages": [{"role": "user", "content": text}, DONE]},
-        "answer": {"messages": [USER, {"role": "assistant", "content": text}]},
-        "reasoning": {"messages": [USER, {**DONE, "reasoning_content": text}]},
+    return {name: {"messages": turns} for name, turns in messages.items()} | {
         "system": {"system": text, "messages": [USER, DONE]},
-        "result": {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": "", "tool_calls": [call_of("1")]},
-                {**result_of("1"), "content": text},
-                DONE,
-            ]
-        },
-        "key of an argument": {"messages": [USER, {**DONE, "tool_calls": [call_of("1", arguments)]}]},
-        "argument as JSON": {
-            "messages": [USER, {**DONE, "tool_calls": [call_of("1", '{"a": "\\u003c' + text[1:] + '"}')]}]
-        },
         "tool": {"messages": [USER, DONE], "tools": [tool]},
-        "two parts": {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": t} for t in (text[:5], text[5:])]},
-                DONE,
-            ]
-        },
     }
 
 
@@ -221,8 +207,6 @@ def test_texts_like_control_tokens_are_accepted(encoder, text):
         trained_text(encoder, record)
 
 
-# --- Numbers and keys of arguments --------------------------------------------------------------------------
-
 CHANGED = {
     "a key twice": '{"a": 1, "a": 2}',
     "25 digits": '{"a": 0.1234567890123456789012345}',
@@ -236,7 +220,6 @@ CHANGED = {
 @pytest.mark.parametrize("as_text", [True, False])
 @pytest.mark.parametrize("name", CHANGED)
 def test_arguments_that_parsing_would_change_are_refused(name, as_text, tmp_path):
-    """The arguments are an object, or text."""
     written = json.dumps(CHANGED[name]) if as_text else CHANGED[name]
     call = f'{{"type": "function", "function": {{"name": "f", "arguments": {written}}}}}'
     messages = f'[{json.dumps(USER)}, {{"role": "assistant", "content": "", "tool_calls": [{call}]}}]'

@@ -59,14 +59,8 @@ def texts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
-    records = [
-        {
-            "messages": [turn[0], call, {"role": "tool", "content": "1"}, turn[1]]
-            if i % 4 == 3
-            else turn * (i % 3 + 1)
-        }
-        for i in range(16)
-    ]
+    refused = [turn[0], call, {"role": "tool", "content": "1"}, turn[1]]
+    records = [{"messages": refused if i % 4 == 3 else turn * (i % 3 + 1)} for i in range(16)]
     return _indexed(converted(folder, records, samples_per_shard=4, val_fraction=0.4)[0])
 
 
@@ -104,10 +98,8 @@ def test_splits_have_numbers_of_their_own(texts):
     reason = "not written by the chat template"
     left_out = [found.left_out_reasons()[reason] for found in (train, val)]
     assert train.num_samples + val.num_samples == 16 and sum(left_out) == 4 and all(left_out)
-    assert [found.num_usable + n for found, n in zip((train, val), left_out, strict=True)] == [
-        train.num_samples,
-        val.num_samples,
-    ]
+    for found, count in zip((train, val), left_out, strict=True):
+        assert found.num_usable + count == found.num_samples
     usable = [i % 3 + 1 for i in range(16) if i % 4 != 3]
     assert sum(found.sources[0].assistant_turns for found in (train, val)) == sum(usable)
 
@@ -149,22 +141,12 @@ def test_pass_is_as_many_rows_as_its_samples_fill(out):
 
 def test_quantiles_equal_those_by_hand():
     values = np.array([5, 1, 2, 4, 3] * 20)
-    assert describe_values(values, np.full(100, 0.01)) == {
-        "mean": 3,
-        "p5": 1,
-        "p50": 3,
-        "p95": 5,
-        "p99": 5,
-        "smallest": 1,
-        "largest": 5,
-    }
+    expected = {"mean": 3, "p5": 1, "p50": 3, "p95": 5, "p99": 5, "smallest": 1, "largest": 5}
+    assert describe_values(values, np.full(100, 0.01)) == expected
     # Nine of ten draws give the 7.
     weighted = describe_values(np.array([7, 100, 3]), np.array([0.9, 0.04, 0.06]))
     assert [weighted[name] for name in ("p5", "p50", "p95", "p99")] == [3, 7, 7, 100]
     assert weighted["mean"] == pytest.approx(0.9 * 7 + 4 + 0.18)
-
-
-# --- The data sets of a mixture, and single samples of them -------------------------------------------------
 
 
 def test_samples_are_found_by_key_and_by_place(out):
@@ -180,7 +162,6 @@ def test_samples_are_found_by_key_and_by_place(out):
 
 
 def test_folder_of_parts_gives_a_source_for_each(tmp_path):
-    """The third part has no shard of the split."""
     parts = []
     for number, counts in enumerate(([3, 4], [5], [])):
         shards = {f"train-{i:06d}.tar": count for i, count in enumerate(counts)}

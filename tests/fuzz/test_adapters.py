@@ -1,9 +1,8 @@
 """Random LoRA adapters of PEFT, merged here and by PEFT.
 
-Targets are ends of names, whole names or a regular expression, with or without ``layers_to_transform``;
-patterns of ranks and alphas are of every kind too, and may overlap, contradict each other or match nothing.
-Some folders have the names of transformers before 4.52. The merged model must be the one that PEFT trained,
-or a refusal that is due. What is exported again must merge in PEFT to the same model.
+Targets and patterns are of every kind, and may overlap, contradict each other or match nothing. The merged
+model must be the one that PEFT trained, or a refusal that is due; what is exported again must merge in PEFT
+to the same model.
 """
 
 import json
@@ -103,7 +102,7 @@ def with_old_names(folder: Path) -> None:
 
 
 def outcome_of_adapter(rng: Random, folder: Path) -> str:
-    """Makes one adapter and compares. Returns what became of it. Raises AssertionError if that is wrong."""
+    """Makes one adapter and compares. Returns what became of it."""
     family = rng.choice(FAMILIES)
     hf = float_checkpoint(family)
     every_name = list(released_matrices(read_spec(hf)))

@@ -18,5 +18,4 @@ def mark(tmp_path):
 
 @pytest.fixture
 def hf(tmp_path) -> Path:
-    """A checkpoint folder for this test."""
     return shutil.copytree(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")

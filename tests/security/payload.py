@@ -20,8 +20,7 @@ class Mark:
         return pickle.dumps(_Touch(str(self.path)))
 
     def torch(self, path: Path) -> None:
-        """Writes a ``torch.save`` file that creates the file when it is
-        loaded with ``weights_only=False``."""
+        """A ``torch.save`` file that creates the file when it is loaded with ``weights_only=False``."""
         torch.save({"state_dict": _Touch(str(self.path))}, path)
 
     @property
@@ -31,11 +30,6 @@ class Mark:
         touch = f"open({str(self.path)!r}, 'w').close()"
         classes = [f"class {name}:\n    def __init__(self, *a, **k): {touch}" for name in names]
         return "\n".join([touch, *classes])
-
-    @property
-    def expression(self) -> str:
-        """A Python expression that creates the file when it is evaluated."""
-        return f"__import__('pathlib').Path({str(self.path)!r}).touch()"
 
     @property
     def template(self) -> str:
@@ -55,11 +49,9 @@ class _Touch:
 
 
 def edit(path: Path, **fields: Any) -> None:
-    """Sets fields of a JSON object."""
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def calls_of(source: str, name: str) -> list[ast.Call]:
-    """Calls of a method in Python source."""
     found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     return [call for call in found if isinstance(call.func, ast.Attribute) and call.func.attr == name]

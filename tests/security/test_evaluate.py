@@ -38,7 +38,6 @@ def work(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[str]:
-    """The port of a server on this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield str(server.getsockname()[1])
 
