@@ -175,7 +175,9 @@ def test_moments_in_bf16_of_two_steps_worked_by_hand() -> None:
     for _ in range(2):
         main.grad = torch.tensor([0.5, -0.25])
         step()
-        state = {kind: parameter.read_state(kind, lambda t: t.detach().view(-1)) for kind in STATE_KINDS}
+        state = {
+            kind: parameter.read_state(kind, lambda t: t.detach().view(-1), 0, 2) for kind in STATE_KINDS
+        }
         assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16  # type: ignore[union-attr]
         kept.append({kind: value.tolist() for kind, value in state.items()} | {"weight": weight.tolist()})
     first, second = kept

@@ -32,7 +32,6 @@ class HostRowFeatures(RowFeatures):
         self.host_gradient: HostInput | None = None
 
     def for_pipeline(self) -> Tensor:
-        assert self.host_features is not None
         return _FromHost.apply(self.features, self)
 
     def gradient(self) -> Tensor:
@@ -49,6 +48,7 @@ class _FromHost(torch.autograd.Function):
     @staticmethod
     def forward(ctx, anchor: Tensor, row_features: HostRowFeatures) -> Tensor:
         ctx.row_features = row_features
+        assert row_features.host_features is not None
         return row_features.host_features.to_device()
 
     @staticmethod

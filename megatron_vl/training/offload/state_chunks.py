@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,22 +40,23 @@ class ChunkedParameter:
     def state_dtype(self, state_kind: str) -> torch.dtype:
         return torch.float32 if state_kind == "main" else self.chunk_slices[0].state_chunk.moments_dtype
 
-    def read_state(self, state_kind: str, copies: Callable[[Tensor], Tensor]) -> Tensor:
-        """One kind of state [N] in host memory: ``main`` in fp32, or a moment in its dtype.
+    def read_state(self, state_kind: str, copies: Callable[[Tensor], Tensor], start: int, end: int) -> Tensor:
+        """Elements ``start:end`` of one kind of state in host memory: ``main`` in fp32, or a moment in its
+        dtype.
 
         Args:
             copies: gives the flat host copies of :meth:`state_tensors`.
         """
         if state_kind == "main" and self.model_weight is None:
-            return copies(self.main_param)
+            return copies(self.main_param)[start:end]
 
-        output = torch.empty(self.main_param.numel(), dtype=self.state_dtype(state_kind))
-        for piece in self.chunk_slices:
-            chunk, part = piece.state_chunk, output[piece.start : piece.end]
+        output = torch.empty(end - start, dtype=self.state_dtype(state_kind))
+        for piece in filter(None, (each.overlap(start, end) for each in self.chunk_slices)):
+            chunk, part = piece.state_chunk, output[piece.start - start : piece.end - start]
             state = piece.slice_of_state(chunk.state_views(copies(chunk.home_buffer)))
             if state_kind == "main":
                 weight = copies(self.model_weight)[piece.start : piece.end]  # type: ignore[arg-type]
-                join_master(weight, state.low_bits, host_float32_copy(state.exp_avg_sq), part)
+                join_master(weight, state.low_bits, float32_copy(state.exp_avg_sq), part)
             elif state_kind == "exp_avg":
                 part.copy_(state.exp_avg)
             else:
@@ -74,12 +76,13 @@ class ChunkedParameter:
 
         self.wait_for_host_state()
         for piece in self.chunk_slices:
-            chunk, value = piece.state_chunk, new_value[piece.start : piece.end]
+            chunk = piece.state_chunk
             state = piece.slice_of_state(chunk.state_views(chunk.home_buffer))  # between two updates
+            # State on the GPU is computed there: one core takes a second for 150 million weights.
+            value = new_value[piece.start : piece.end].to(chunk.home_buffer.device)
             if state_kind == "main":
-                weight = torch.empty(len(value), dtype=torch.bfloat16)
-                low_bits = torch.empty(len(value), dtype=torch.int16)
-                second_moment = host_float32_copy(state.exp_avg_sq).abs_()
+                weight, low_bits = (torch.empty_like(value, dtype=d) for d in (torch.bfloat16, torch.int16))
+                second_moment = float32_copy(state.exp_avg_sq).abs_()
                 split_master(value.contiguous(), weight, low_bits, second_moment)
                 piece.slice_of_shard(self.model_weight).copy_(weight)  # type: ignore[arg-type]
                 state.low_bits.copy_(low_bits)
@@ -87,11 +90,11 @@ class ChunkedParameter:
             elif state_kind == "exp_avg":
                 state.exp_avg.copy_(value)
             else:
-                state.exp_avg_sq.copy_(torch.copysign(value, host_float32_copy(state.exp_avg_sq)))
+                state.exp_avg_sq.copy_(torch.copysign(value, float32_copy(state.exp_avg_sq)))
 
 
-def host_float32_copy(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", torch.float32, copy=True)
+def float32_copy(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32, copy=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +119,14 @@ class ChunkSlice:
     end: int
     state_chunk: StateChunk
     chunk_offset: int
+
+    def overlap(self, start: int, end: int) -> ChunkSlice | None:
+        """The part of this slice within elements ``start:end`` of the shard; None if there is none."""
+        first, last = max(start, self.start), min(end, self.end)
+        if first >= last:
+            return None
+        offset = self.chunk_offset + first - self.start
+        return dataclasses.replace(self, start=first, end=last, chunk_offset=offset)
 
     def slice_of_state(self, chunk_state: AdamStateViews) -> AdamStateViews:
         elements = slice(self.chunk_offset, self.chunk_offset + self.end - self.start)

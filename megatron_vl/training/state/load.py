@@ -16,13 +16,13 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import read_layout
-from megatron_vl.system import progress
 from megatron_vl.system.json_files import check_format_version, manifest_digest, write_json
 from megatron_vl.training.state.keep import remove_dir
 from megatron_vl.training.state.optimizer_state import (
     MissingOptimizerStateError,
     OptimizerStateReader,
     check_file_hash,
+    in_threads,
     optimizer_slices,
     restore_optimizer,
 )
@@ -192,13 +192,13 @@ def has_all_files(checkpoint_path: Path) -> bool:
         return False
 
 
-@torch.no_grad()
 def load_weights(weight_reader: CanonicalWeights, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
     """Fills those of this rank's parameters that weights of any layout hold, each rank its own slices."""
-    for live_tensor in live_tensors:
-        if live_tensor.tensor_name in weight_reader.tensor_infos:
-            live_tensor.parameter.copy_(read_live_shard(weight_reader, live_tensor, grid))
-            progress.note_progress()
+
+    def load(live_tensor: LiveTensor) -> None:
+        live_tensor.parameter.copy_(read_live_shard(weight_reader, live_tensor, grid))
+
+    in_threads(load, [each for each in live_tensors if each.tensor_name in weight_reader.tensor_infos])
 
 
 @torch.no_grad()

@@ -16,14 +16,12 @@ SHARD is the rank in tensor (or expert tensor) parallelism, FILE an index into `
 each of :data:`STATE_KINDS`, and STEP is Adam's step count.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
 import math
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -52,9 +50,10 @@ from megatron_vl.weights.tensor_files import MatrixRegion, make_safetensors_head
 INDEX_FILE = "index.json"
 STATE_KINDS = ("main", "exp_avg", "exp_avg_sq")
 _CHUNK_BYTES = 16 << 20
+_SLICE_ELEMENTS = 1 << 25
 _FILE_BYTES = 1 << 30
 _MAX_FILE_THREADS = 8
-_READ_AHEAD = 4
+_PARALLEL_READS = 4
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,17 @@ class OptimizerSlice:
         """The canonical name; for one expert of a stack, followed by its number."""
         return optimizer_state_name(self.live_tensor.tensor_name, self.live_tensor.expert_index)
 
-    def tensor_key(self, state_kind: str) -> str:
-        return f"{self.state_name}[{self.start}:{self.end}]/{state_kind}"
-
-    def saved_state(self, copies: HostCopies) -> Iterator[tuple[str, torch.dtype, Callable[[], Tensor]]]:
-        """Those of :data:`STATE_KINDS` that exist, as (kind, dtype, function that reads it flat).
+    def saved_state(
+        self, copies: HostCopies
+    ) -> Iterator[tuple[str, torch.dtype, Callable[[int, int], Tensor]]]:
+        """Those of :data:`STATE_KINDS` that exist, as (kind, dtype, function that reads a flat range of it).
 
         Moments do not exist before step 1. What the functions read is added to ``copies``.
         """
+
+        def read_range(tensor: Tensor, start: int, end: int) -> Tensor:
+            return copies(tensor)[start:end]
+
         chunked = self.chunked_parameter
         state_tensors: dict[str, Any] = {"main": self.main_param, **self.adam_state}
         if chunked is not None:
@@ -94,7 +96,7 @@ class OptimizerSlice:
                     yield kind, chunked.state_dtype(kind), partial(chunked.read_state, kind, copies)
             elif (tensor := state_tensors.get(kind)) is not None:
                 copies.add(tensor)
-                yield kind, tensor.dtype, partial(copies, tensor)
+                yield kind, tensor.dtype, partial(read_range, tensor)
 
     def write_state(self, state_kind: str, new_value: Tensor | None) -> None:
         """Replaces one of :data:`STATE_KINDS`.
@@ -198,10 +200,14 @@ def snapshot_optimizer(
     if (state_chunks := chunked_state(optimizer)) is not None:
         state_chunks.chunk_streamer.wait_for_host_state()
     for piece in optimizer_slices(optimizer, live_tensors):
-        step_count = torch.tensor([piece.step_count])
-        tensors[piece.tensor_key("step")] = SavedTensor(torch.int64, 1, step_count.clone)
-        for kind, dtype, read in piece.saved_state(copies):
-            tensors[piece.tensor_key(kind)] = SavedTensor(dtype, piece.end - piece.start, read)
+        step_count, saved_state = torch.tensor([piece.step_count]), list(piece.saved_state(copies))
+        # Large tensors in several slices, which several threads join, hash and write.
+        for start in range(0, piece.end - piece.start, _SLICE_ELEMENTS):
+            end = min(start + _SLICE_ELEMENTS, piece.end - piece.start)
+            key = f"{piece.state_name}[{piece.start + start}:{piece.start + end}]"
+            tensors[f"{key}/step"] = SavedTensor(torch.int64, 1, step_count.clone)
+            for kind, dtype, read in saved_state:
+                tensors[f"{key}/{kind}"] = SavedTensor(dtype, end - start, partial(read, start, end))
     return tensors
 
 
@@ -533,17 +539,15 @@ def restore_optimizer(
         if piece.live_tensor.tensor_name in tensor_infos
     ]
 
-    def read(piece: OptimizerSlice, kind: str) -> Tensor | None:
+    def restore(piece: OptimizerSlice) -> None:
         info = tensor_infos[piece.live_tensor.tensor_name]
         place = grid.shard_index(info), grid.sharding, piece.start, piece.end
-        return state_reader.read_range(info, kind, *place, piece.live_tensor.expert_index)
-
-    jobs = [(piece, kind) for piece in pieces for kind in STATE_KINDS]
-    with contextlib.closing(_read_ahead(read, jobs)) as states:
-        for (piece, kind), state in zip(jobs, states, strict=True):
+        for kind in STATE_KINDS:
+            state = state_reader.read_range(info, kind, *place, piece.live_tensor.expert_index)
             assert kind != "main" or state is not None
             piece.write_state(kind, state)
 
+    in_threads(restore, pieces)
     for piece in pieces:
         step_count = state_reader.adam_step_count(piece.state_name)
         if piece.chunked_parameter is not None:
@@ -556,12 +560,15 @@ def restore_optimizer(
             piece.adam_state["step"] = torch.tensor(float(step_count))
 
 
-def _read_ahead(read: Callable[..., Tensor | None], jobs: list[tuple[Any, ...]]) -> Generator[Tensor | None]:
-    """The results of ``read(*job)`` in their order, some of which threads read ahead."""
-    with ThreadPoolExecutor(_READ_AHEAD) as pool:
-        futures = deque(pool.submit(read, *job) for job in jobs[:_READ_AHEAD])
-        for job in [*jobs[_READ_AHEAD:], *[None] * len(futures)]:
-            yield futures.popleft().result()
+def in_threads(restore: Callable[[Any], object], parts: Iterable[Any]) -> None:
+    """Calls ``restore`` for each part of this rank's state, several at a time, without autograd."""
+    device = torch.cuda.current_device()
+
+    @torch.no_grad()
+    def run(part: Any) -> None:
+        torch.cuda.set_device(device)  # a thread begins on the first GPU
+        restore(part)
+
+    with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+        for _ in pool.map(run, parts):
             progress.note_progress()
-            if job is not None:
-                futures.append(pool.submit(read, *job))
