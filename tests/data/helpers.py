@@ -1,15 +1,41 @@
 """Shared parts of the data tests: specs of the families, and media of any grid."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
+from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.thinking import EMPTY_THINK_BLOCK, first_trained_character
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
+from tests.tiny import tiny_checkpoint
 
 VOCAB = 151_700
+IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
+
+
+def text(content: str) -> dict[str, str]:
+    return {"type": "text", "text": content}
+
+
+def system(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def tiny_encoder(family: str, **data: Any) -> ChatEncoder:
+    folder = tiny_checkpoint(family)
+    return ChatEncoder(folder, read_spec(folder), DataConfig(**data))
 
 
 TOKENS = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_vl.data.source.blend import read_blend_sources, summarize_blend
+from megatron_vl.data.source.blend import read_blend_sources
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.location import LoaderError
 
@@ -24,7 +24,7 @@ def mixed(*parts: dict[str, Any], kind: str = "blend") -> dict[str, Any]:
 
 def part(name: str, **fields: Any) -> dict[str, Any]:
     """A part of a mixture, whose content is called like it."""
-    return {"name": name, "data": leaf(name), **fields}
+    return {"name": name, "data": leaf(name)} | fields
 
 
 # --- Names and shares ---------------------------------------------------------------------------------------
@@ -41,13 +41,10 @@ def part(name: str, **fields: Any) -> dict[str, Any]:
         (["a", "a", "a-2"], ["a", "a-3", "a-2"]),
     ],
 )
-def test_source_names_are_the_ends_of_paths(paths, names):
+def test_source_names_are_given_or_the_ends_of_paths(paths, names):
     assert [source.source_name for source in read_blend_sources(mixed(*map(part, paths)))] == names
-
-
-def test_source_names_prefer_given_names():
-    sources = read_blend_sources(mixed(part("a", called="charts\n2026"), part("b"), part("c", called="b")))
-    assert [source.source_name for source in sources] == ["charts 2026", "b", "b-2"]
+    called = mixed(part("a", called="charts\n2026"), part("b"), part("c", called="b"))
+    assert [source.source_name for source in read_blend_sources(called)] == ["charts 2026", "b", "b-2"]
 
 
 def test_sample_shares_worked_out_by_hand():
@@ -56,22 +53,10 @@ def test_sample_shares_worked_out_by_hand():
     assert [source.weight_text for source in sources] == ["weight 3", "weight 1", "weight 4"]
 
     # 10 samples twice, 30 samples half a time: 20 and 15 of 35.
-    epochs = mixed(
-        {"name": "a", "data": leaf("a", 10), "repetitions": 2},
-        {"name": "b", "data": leaf("b", 30), "repetitions": 0.5},
-        kind="blend_epochized",
-    )
-    sources = read_blend_sources(epochs)
+    epochs = part("a", data=leaf("a", 10), repetitions=2), part("b", data=leaf("b", 30), repetitions=0.5)
+    sources = read_blend_sources(mixed(*epochs, kind="blend_epochized"))
     assert [source.sample_share for source in sources] == pytest.approx([20 / 35, 15 / 35])
     assert sources[1].summary_line() == "b: 0.5 epochs, 30 samples, 42.9% of the samples expected"
-
-
-def test_single_data_set_is_one_source_without_summary():
-    [source] = read_blend_sources(leaf("a"), "photographs")
-    assert (source.source_name, source.sample_share, source.weight_text) == ("photographs", 1.0, "")
-    assert summarize_blend((source,)) == []
-    [source] = read_blend_sources({"mixture": part("charts")})
-    assert source.source_name == "charts"
 
 
 # --- What a source is known by ------------------------------------------------------------------------------
@@ -81,24 +66,11 @@ def keys_of(identity: Any) -> list[str]:
     return [source.source_key for source in read_blend_sources(identity)]
 
 
-def test_source_key_ignores_name_place_and_weight():
-    a = {"name": "a", "data": leaf("uuid")}
-    before = keys_of(mixed(a, part("b")))
-    assert keys_of(mixed(part("b"), a | {"name": "moved/c", "called": "d", "weight": 7})) == before[::-1]
-    assert keys_of(leaf("uuid")) == before[:1], "also as the only data set"
-
-
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"data": leaf("again")},
-        {"data": leaf("uuid", split="val")},
-        {"data": leaf("uuid", 11)},
-        {"data": leaf("uuid", list="y")},
-    ],
+    "changed", [leaf("again"), leaf("uuid", split="val"), leaf("uuid", 11), leaf("uuid", list="y")]
 )
 def test_source_key_follows_content_and_split(changed):
-    assert keys_of(mixed({"name": "a"} | changed, part("b")))[0] != keys_of(mixed(part("uuid"), part("b")))[0]
+    assert keys_of(mixed(part("uuid", data=changed), part("b")))[0] != keys_of(mixed(part("uuid")))[0]
 
 
 def test_data_set_named_twice_is_two_sources():
@@ -107,10 +79,9 @@ def test_data_set_named_twice_is_two_sources():
 
 
 def test_source_key_without_content_id_follows_shards():
-    one, two = ({"name": f"x/{name}", "data": leaf("", list=name)} for name in "ab")
-    first, second = keys_of(mixed(one, two))
+    first, second = keys_of(mixed(*(part(f"x/{name}", data=leaf("", list=name)) for name in "ab")))
     assert first != second
-    assert keys_of(mixed({"name": "y/c", "data": leaf("", list="a")})) == [first]
+    assert keys_of(mixed(part("y/c", data=leaf("", list="a")))) == [first]
 
 
 # --- What is refused ----------------------------------------------------------------------------------------

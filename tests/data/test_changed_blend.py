@@ -57,9 +57,8 @@ class Reading:
         """Takes rows, and stops."""
         blend = self.rows._planning_context.blend_sources
         for row in islice(self.rows, count):
-            for source, key in zip(
-                row.source_indices or [0] * len(row.sample_keys), row.sample_keys, strict=True
-            ):
+            sources = row.source_indices or [0] * len(row.sample_keys)
+            for source, key in zip(sources, row.sample_keys, strict=True):
                 self.taken[self.names[blend[source].source_key], key] += 1
         self.state = json.loads(json.dumps(self.rows.state_dict()))
         return self
@@ -67,8 +66,12 @@ class Reading:
     def of(self, name: str) -> Counter[str]:
         return Counter({key: count for (source, key), count in self.taken.items() if source == name})
 
-    def exact(self, name: str) -> None:
+    def exact(self, *names: str) -> None:
         """Asserts that each pass through a source has drawn each sample once, into a row or to wait."""
+        for name in names:
+            self._exact(name)
+
+    def _exact(self, name: str) -> None:
         hf, key = tiny_checkpoint("qwen2_5_vl"), self.key(name)
         data = DataConfig(path=str(self.folder / name), seq_len=64, pack=False)
         keys = [row.sample_keys[0] for row in validation_rows(data, read_spec(hf), hf, "train")]
@@ -78,16 +81,11 @@ class Reading:
         waiting = [n for s, n in zip(sources, numbers, strict=True) if state["keys"][s] == key]
         waiting += state["aside"].get(key, [])
         described = read_description(self.folder / name)
+        sizes = [described.samples_by_shard[shard] for shard in described.shards_by_split["train"]]
+        by_shard = {"shard_sizes": [np.array(sizes)], "block_size": planned_rows.SHUFFLE_BLOCK}
+        shuffled = self.settings.get("shuffle", True)
         order = SampleOrder(
-            [len(keys)],
-            [1.0],
-            data.seed,
-            is_shuffled=self.shuffled,
-            source_keys=[key],
-            shard_sizes=[
-                np.array([described.samples_by_shard[shard] for shard in described.shards_by_split["train"]])
-            ],
-            block_size=planned_rows.SHUFFLE_BLOCK,
+            [len(keys)], [1.0], data.seed, is_shuffled=shuffled, source_keys=[key], **by_shard
         )
         indices = order.sample_indices(np.zeros(len(waiting), np.int64), np.array(waiting, np.int64))
 
@@ -97,10 +95,6 @@ class Reading:
             assert passes_made[key] == self.of(name).total() / len(keys)
         passes, more = divmod(drawn.total(), len(keys))
         assert Counter(drawn.values()) == +Counter({passes: len(keys) - more, passes + 1: more} | {0: 0})
-
-    @property
-    def shuffled(self) -> bool:
-        return self.settings.get("shuffle", True)
 
 
 def told(reading: Reading) -> str:
@@ -127,9 +121,7 @@ def test_changed_blend_repeats_and_skips_no_sample(folder):
 
     run.start(blend(BIRDS, OTHER, SHIPS))
     assert "birds is back and continues: weight 1 (33.3%)" in told(run)
-    run.take(30)
-    for name in ("birds", "ships", "other"):
-        run.exact(name)
+    run.take(30).exact("birds", "ships", "other")
     assert run.of("birds").total() > birds.total()
 
 
@@ -137,13 +129,10 @@ def test_changed_blend_repeats_and_skips_no_sample(folder):
 def test_data_set_becomes_a_blend_and_one_again(folder, settings):
     run = Reading(folder, **settings).start("birds").take(10)
     run.start(blend(SHIPS, BIRDS)).take(70)  # 64 samples of birds alone were drawn already
-    change = "the only data set (100.0%) becomes weight 1 (50.0%)"
-    assert f"birds continues: {change}" in told(run)
-    run.exact("birds")
-    run.exact("ships")
+    assert "birds continues: the only data set (100.0%) becomes weight 1 (50.0%)" in told(run)
+    run.exact("birds", "ships")
     run.start("birds").take(10)
-    change = "weight 1 (50.0%) becomes the only data set (100.0%)"
-    assert f"birds continues: {change}" in told(run)
+    assert "birds continues: weight 1 (50.0%) becomes the only data set (100.0%)" in told(run)
     run.exact("birds")
 
 
@@ -152,34 +141,12 @@ def test_changed_blend_may_go_from_weights_to_epochs(folder):
     epochs = blend(BIRDS | {"repetitions": 2}, SHIPS, kind="blend_epochized")
     run.start(epochs).take(25)
     assert "birds continues: weight 1 (50.0%) becomes 2 epochs" in told(run)
-    run.exact("birds")
-    run.exact("ships")
+    run.exact("birds", "ships")
 
     # One pass instead of two, and another source: the tree of data sets has another form.
     changed = blend(OTHER | {"repetitions": 1.5}, BIRDS, SHIPS, kind="blend_epochized")
-    run.start(changed).take(40)
-    for name in ("birds", "ships"):
-        run.exact(name)
-    run.exact("other")
-
-    run.start(blend(BIRDS, SHIPS, OTHER)).take(20)
-    for name in ("birds", "ships"):
-        run.exact(name)
-
-
-def test_changed_blend_may_run_on_other_ranks(folder):
-    """Three ranks from one, whose rows together hold the samples of the rows of one rank."""
-    run = Reading(folder).start(blend(BIRDS, SHIPS)).take(5)
-    path = write(folder, train=blend(OTHER, BIRDS, SHIPS))
-    found = []
-    for ranks in (1, 3):
-        samples: list[str] = []
-        for rank in range(ranks):
-            rows = loader(path, rank=rank, ranks=ranks, rows_per_step=3)
-            rows.load_state_dict(run.state)
-            samples += [key for row in islice(rows, 12 // ranks) for key in row.sample_keys]
-        found.append(sorted(samples))
-    assert found[0] == found[1]
+    run.start(changed).take(40).exact("birds", "ships", "other")
+    run.start(blend(BIRDS, SHIPS, OTHER)).take(20).exact("birds", "ships")
 
 
 def test_repetitions_draw_each_source_as_often_as_given(folder):

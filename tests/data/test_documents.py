@@ -1,6 +1,6 @@
 """Documents: tokens, loss and positions worked out by hand, cuts, and each part once a pass."""
 
-import io
+import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -9,24 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
-from transformers import AutoProcessor
 
 from data_tools.sample_sources import open_encoder
 from data_tools.statistics import count_statistics
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import validation_rows
 from megatron_vl.data.packing.training_row import TrainingRow
-from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.data.sample.chat import ChatError
 from megatron_vl.data.sample.documents import encode_document
 from megatron_vl.data.sample.parts import SamplePart, cut_document
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 from tests.tiny import tiny_checkpoint
-from toolkit.common.sample_encoder import SampleEncoder
 from toolkit.data.statistics import facts_sentences
 
 from .datasets import converted, open_loader, turns
+from .helpers import text, tiny_encoder
 from .media import encoded, write
 from .mixtures import write as write_blend
 
@@ -37,22 +35,11 @@ GRID = GridTHW(1, 4, 6)
 """2 x 3 tokens."""
 
 
-def text(content: str) -> dict[str, Any]:
-    return {"type": "text", "text": content}
-
-
 # --- Tokens -------------------------------------------------------------------------------------------------
 
-HAND_WRITTEN: list[tuple[str, list[dict[str, Any]], list[str], list[int], list[list[int]]]] = [
+HAND_WRITTEN: list[tuple[list[dict[str, Any]], list[str], list[int], list[list[int]]]] = [
+    ([text("Hi you.")], [*"Hi you.", STOP], [0, 1, 1, 1, 1, 1, 1, 1], [[i] * 3 for i in range(8)]),
     (
-        "text",
-        [text("Hi you.")],
-        [*"Hi you.", STOP],
-        [0, 1, 1, 1, 1, 1, 1, 1],
-        [[i] * 3 for i in range(8)],
-    ),
-    (
-        "an image between texts",
         [text("Hi "), {"type": "image"}, text("you")],
         [*"Hi ", START, *[IMAGE] * 6, END, *"you", STOP],
         [0, 1, 1, *[0] * 8, 1, 1, 1, 1],
@@ -63,8 +50,8 @@ HAND_WRITTEN: list[tuple[str, list[dict[str, Any]], list[str], list[int], list[l
         ],
     ),
 ]
-"""Name, parts, tokens, loss mask and positions (time, row, column). The last position of the image is
-4 + 2, so that what follows begins at 7."""
+"""Parts, tokens, loss mask and positions (time, row, column). The last position of the image is 4 + 2, so
+that what follows begins at 7."""
 VIDEO_DOCUMENT = [{"type": "video"}, text("Go"), {"type": "image"}]
 """Of two frame groups of 2 x 2 tokens."""
 
@@ -91,19 +78,17 @@ def video_tokens(family: str) -> tuple[GridTHW, list[str], list[list[int]]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_document_tokens_loss_and_positions_by_hand(family):
-    folder = tiny_checkpoint(family)
-    spec = read_spec(folder)
-    encoder = ChatEncoder(folder, spec)
+    encoder = tiny_encoder(family)
 
     def check(parts, grids, tokens, mask, positions):
         token_ids, loss_mask, spans = encode_document(encoder, parts, grids)
         assert encoder.tokenizer.convert_ids_to_tokens(token_ids) == [t.replace(" ", "Ġ") for t in tokens]
         assert loss_mask.int().tolist() == mask
-        assert mrope_positions(token_ids, grids, spec).T.tolist() == positions
+        assert mrope_positions(token_ids, grids, encoder.spec).T.tolist() == positions
         for start, end in spans:
             assert not loss_mask[start:end].any()
 
-    for _, parts, tokens, mask, positions in HAND_WRITTEN:
+    for parts, tokens, mask, positions in HAND_WRITTEN:
         check(parts, [GRID] if IMAGE in tokens else [], tokens, mask, positions)
 
     grid, tokens, positions = video_tokens(family)
@@ -115,47 +100,28 @@ def test_document_tokens_loss_and_positions_by_hand(family):
     check(VIDEO_DOCUMENT, [grid, GRID], tokens, mask, [*positions, *rest])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_document_has_the_tokens_of_the_released_processor(family):
-    folder, content = tiny_checkpoint(family), encoded(112, 168, "png", seed=3)
-    encoder = SampleEncoder(folder)
-    medium = encoder.encode_medium("image", "a.png", content)
-    parts = [text("A café,\n\n"), {"type": "image"}, text(" and 🙂 tea. "), {"type": "image"}]
-    sample = encoder.encode_document(parts, [medium, medium])
-    image = f"{START}{IMAGE}{END}"
-    released = AutoProcessor.from_pretrained(folder)(
-        text=[f"A café,\n\n{image} and 🙂 tea. {image}{STOP}"],
-        images=[Image.open(io.BytesIO(content))] * 2,
-        return_tensors="pt",
-    )
-    assert sample.token_ids.tolist() == released["input_ids"][0].tolist()
-
-
-def test_document_refuses_what_it_cannot_write():
-    folder = tiny_checkpoint("qwen2_5_vl")
-    encoder = ChatEncoder(folder, read_spec(folder))
-    with pytest.raises(ChatError, match="control token"):
-        encode_document(encoder, [text("a<|endoftext|>b")], [])
-    with pytest.raises(ChatError, match="media of the document"):
-        encode_document(encoder, [text("a"), {"type": "image"}], [])
-    with pytest.raises(ValueError):
-        encode_document(encoder, [text("a<|image_pad|>b")], [])
-    # One number would be repeated for both placeholders.
-    with pytest.raises(ChatError, match="stand for no medium"):
-        encode_document(encoder, [{"type": "image"}, text("a<|image_pad|>b")], [GRID])
-    with pytest.raises(ChatError, match="control token"):
-        encode_document(encoder, [text("a<|im_"), text("end|>b")], [])
+@pytest.mark.parametrize(
+    ("parts", "grids", "message"),
+    [
+        ([text("a<|endoftext|>b")], [], "control token"),
+        ([text("a<|im_"), text("end|>b")], [], "control token"),
+        ([text("a"), {"type": "image"}], [], "media of the document"),
+        ([text("a<|image_pad|>b")], [], "stand for no medium"),
+        # One number would be repeated for both placeholders.
+        ([{"type": "image"}, text("a<|image_pad|>b")], [GRID], "stand for no medium"),
+    ],
+)
+def test_document_refuses_what_it_cannot_write(parts, grids, message):
+    with pytest.raises(ChatError, match=message):
+        encode_document(tiny_encoder("qwen2_5_vl"), parts, grids)
 
 
 # --- Cuts ---------------------------------------------------------------------------------------------------
 
 
 def test_cut_by_hand():
-    assert cut_document(25, [], [], 10, 0) == [
-        SamplePart(0, 10, 0, 0, 0),
-        SamplePart(10, 20, 0, 0, 0),
-        SamplePart(20, 25, 0, 0, 0),
-    ]
+    thirds = [SamplePart(start, min(start + 10, 25), 0, 0, 0) for start in (0, 10, 20)]
+    assert cut_document(25, [], [], 10, 0) == thirds
     # The medium of tokens 8 to 13 would be cut, so the second part begins with it.
     assert cut_document(25, [(8, 14)], [24], 10, 0) == [
         SamplePart(0, 8, 0, 0, 0),
@@ -234,15 +200,12 @@ def test_parts_of_documents_come_once_a_pass_and_hold_every_token(dataset, famil
     assert all(row.num_patches <= (max_patches or 10**6) for row in rows)
     found = tokens_by_sample(rows)
     assert all(len(drawn) == 1 for drawn in found.values())
-    whole = tokens_by_sample(
-        list(open_loader(replace(config, seq_len=4096, max_patches=0, pack=False), hf, epochs=1))
-    )
+    uncut = replace(config, seq_len=4096, max_patches=0, pack=False)
+    whole = tokens_by_sample(list(open_loader(uncut, hf, epochs=1)))
     assert len(found) > len(whole) + 10
     for (_, key), [(tokens, labels)] in whole.items():
-        parts = sorted(
-            (k for _, k in found if k.partition("#")[0] == key), key=lambda k: int(k.partition("#")[2] or 1)
-        )
-        pieces = [found[0, part][0] for part in parts]
+        parts = [part for _, part in found if part.partition("#")[0] == key]
+        pieces = [found[0, k][0] for k in sorted(parts, key=lambda k: int(k.partition("#")[2] or 1))]
         assert sum((piece[0] for piece in pieces), []) == tokens
         # Nothing predicts the first token of a part, which has a label if it is text within the document.
         media_ids = {read_spec(hf).image_token_id, read_spec(hf).vision_start_token_id}
@@ -260,25 +223,18 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
     parts = [{"path": str(dataset), "repetitions": 1}, {"path": str(talks), "repetitions": 2}]
     config = settings(write_blend(tmp_path, train={"blend_epochized": parts}))
 
-    def loaders(ranks: int, state: dict | None) -> list[Any]:
-        made = [
+    def loaders(ranks: int) -> list[Any]:
+        return [
             open_loader(config, hf, dp_rank=rank, dp=ranks, rows_per_step=4, epochs=2)
             for rank in range(ranks)
         ]
-        for one in made:
-            if state is not None:
-                one.load_state_dict(state)
-        return made
 
-    [straight] = loaders(1, None)
+    [straight] = loaders(1)
     steps: list[list[TrainingRow]] = []
     states = [straight.state_dict()]
-    for row in straight:
-        if not steps or len(steps[-1]) == 4:
-            steps.append([])
-        steps[-1].append(row)
-        if len(steps[-1]) == 4:
-            states.append(straight.state_dict())
+    while step := list(islice(straight, 4)):
+        steps.append(step)
+        states.append(straight.state_dict())
     whole = tokens_by_sample([row for step in steps for row in step])
     parts = {key for key in whole if "#" in key[1]}
     assert len(parts) > 20 and {source for source, _ in parts} == {0, 1}
@@ -286,15 +242,17 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
     assert {len(drawn) for (source, _), drawn in whole.items() if source == 1} == {4}
 
     for stop in range(0, len(steps), 4):
-        ranks = loaders(2, states[stop])
+        ranks = loaders(2)
+        for rank in ranks:
+            rank.load_state_dict(states[stop])
         for step in steps[stop:]:
             resumed = [row for rank in ranks for row in islice(rank, 2)]
-            assert Counter(key for row in resumed for key in row.sample_keys) == Counter(
-                key for row in step for key in row.sample_keys
-            )
-            assert sorted(row.tokens.tolist() for row in resumed) == sorted(
-                row.tokens.tolist() for row in step
-            )
+            assert seen(resumed) == seen(step)
+
+
+def seen(rows: list[TrainingRow]) -> tuple[list[str], list[list[int]]]:
+    """The samples and the tokens of rows in any order."""
+    return sorted(key for row in rows for key in row.sample_keys), sorted(row.tokens.tolist() for row in rows)
 
 
 @pytest.mark.parametrize("rule", ["cut", "drop"])
@@ -348,10 +306,7 @@ def test_state_of_an_earlier_version_says_nothing_of_cuts(talks):
 
 def test_damaged_document_counts_with_each_part(dataset, tmp_path):
     """Its text has changed since it was indexed, so none of its planned parts can be read."""
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(dataset, copy)
+    copy = shutil.copytree(dataset, tmp_path / "copy")
     hf = tiny_checkpoint("qwen2_5_vl")
     open_loader(settings(copy), hf)
     shard = copy / "train-000002.tar"

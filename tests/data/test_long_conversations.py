@@ -18,20 +18,16 @@ from megatron_vl.spec.positions import GridTHW
 from tests.tiny import tiny_checkpoint
 
 from .datasets import converted, open_loader
+from .helpers import IMAGE, assistant, system, text, tiny_encoder, user
 from .media import encoded, video, write
 from .test_documents import FAMILIES, settings, tokens_by_sample
 from .test_thinking import LARGE, thinking_encoder
 
-SYSTEM, IMAGE, VIDEO = {"role": "system", "content": "S."}, {"type": "image"}, {"type": "video"}
+SYSTEM = system("S.")
 
 
 def exchange(question: Any, *answers: str) -> list[dict[str, Any]]:
-    said = [{"role": "assistant", "content": answer} for answer in answers]
-    return [{"role": "user", "content": question}, *said]
-
-
-def text(content: str) -> dict[str, str]:
-    return {"type": "text", "text": content}
+    return [user(question), *map(assistant, answers)]
 
 
 # --- By hand ------------------------------------------------------------------------------------------------
@@ -54,17 +50,11 @@ EXCHANGES = [
     hand_written(["C"], "c"),
 ]
 """Of 24, 16 and 14 tokens."""
-MESSAGES = [
-    SYSTEM,
-    *exchange([IMAGE, text("A?")], "a."),
-    *exchange("B?", "b."),
-    *exchange("C", "c"),
-]
+MESSAGES = [SYSTEM, *exchange([IMAGE, text("A?")], "a."), *exchange("B?", "b."), *exchange("C", "c")]
 
 
 def test_exchanges_of_a_conversation_by_hand():
-    folder = tiny_checkpoint("qwen2_5_vl")
-    encoder = ChatEncoder(folder, read_spec(folder))
+    encoder = tiny_encoder("qwen2_5_vl")
     starts: list[Any] = []
     token_ids, loss_mask = encoder.encode(MESSAGES, [GridTHW(1, 4, 6)], exchange_starts=starts)
     tokens, masks = zip(*EXCHANGES, strict=True)
@@ -92,36 +82,32 @@ def test_cut_conversation_by_hand():
     assert cut_conversation(63, [(9, 0)], [24], 32, 0) == cut_conversation(63, [], [24], 32, 0) == []
 
 
+AB, CD = exchange("a", "b"), exchange("c", "d")
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 CALLED = [
-    {"role": "user", "content": "w?"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    user("w?"),
+    assistant("", tool_calls=[CALL]),
     {"role": "tool", "content": "rain"},
-    {"role": "assistant", "content": "It rains."},
+    assistant("It rains."),
 ]
 
 
 @pytest.mark.parametrize(
     ("messages", "tools", "expected"),
     [
-        ([*CALLED, *CALLED, *exchange("a", "b")], [TOOL], [CALLED, CALLED, exchange("a", "b")]),
+        ([*CALLED, *CALLED, *AB], [TOOL], [CALLED, CALLED, AB]),
         ([*exchange("a", "b", "c"), *exchange("d", "e")], [], [exchange("a", "b", "c"), exchange("d", "e")]),
         # A question without an answer stays with the last exchange, and nothing follows it.
-        (
-            [*exchange("a", "b"), *exchange("c", "d"), *exchange("e")],
-            [],
-            [exchange("a", "b"), [*exchange("c", "d"), *exchange("e")]],
-        ),
-        ([*exchange("a", "b"), *exchange("c")], [], []),
+        ([*AB, *CD, *exchange("e")], [], [AB, [*CD, *exchange("e")]]),
+        ([*AB, *exchange("c")], [], []),
         # A system turn after the start holds for all answers after it.
-        ([*exchange("a", "b"), SYSTEM, *exchange("c", "d"), *exchange("e", "f")], [], []),
+        ([*AB, SYSTEM, *CD, *exchange("e", "f")], [], []),
     ],
 )
 def test_exchange_has_its_calls_results_and_answers(messages, tools, expected):
     """Each exchange has the tokens of a conversation of its own, without the head."""
-    folder = tiny_checkpoint("qwen2_5_vl")
-    encoder = ChatEncoder(folder, read_spec(folder), DataConfig(chat_template="qwen2_vl_tools"))
+    encoder = tiny_encoder("qwen2_5_vl", chat_template="qwen2_vl_tools")
     starts: list[Any] = []
     token_ids, _ = encoder.encode(messages, [], tools, exchange_starts=starts)
     assert len(starts) == len(expected)
@@ -155,14 +141,11 @@ def records(root: Path) -> list[dict[str, Any]]:
     draw = np.random.default_rng(5)
     made: list[dict[str, Any]] = []
     for i in range(10):
-        messages: list[dict[str, Any]] = [{"role": "system", "content": f"Talk {i}."}] if i % 2 else []
+        messages = [system(f"Talk {i}.")] * (i % 2)
         for k in range(i % 5 + 1):
             words = "why " * int(draw.integers(1, 7))
-            media = [
-                [],
-                [{"type": "image", "image": "a.png"}],
-                [{"type": "video", "video": "v.mp4"}],
-            ][(i + k) % 3 if i < 8 else 0]
+            kinds = [], [{"type": "image", "image": "a.png"}], [{"type": "video", "video": "v.mp4"}]
+            media = kinds[(i + k) % 3 if i < 8 else 0]
             messages += exchange([*media, text(words)], f"Answer {i} {k}." * int(draw.integers(1, 3)))
         made.append({"messages": messages})
     too_long = exchange("long " * 100, "Nobody reads this.")
@@ -223,7 +206,5 @@ def test_weights_of_answers_stay_with_them(tmp_path):
     said[1]["loss_weight"], said[3]["loss_weight"] = 0.5, 0.0
     path = converted(tmp_path, [{"messages": said}])[0]
     rows = list(open_loader(settings(path, pack=False), tiny_checkpoint("qwen2_5_vl"), epochs=1))
-    assert {row.sample_keys[0]: float(row.loss_mask.sum()) for row in rows} == {
-        "000000000#1": 1.5,
-        "000000000#2": 0.0,
-    }
+    sums = {row.sample_keys[0]: float(row.loss_mask.sum()) for row in rows}
+    assert sums == {"000000000#1": 1.5, "000000000#2": 0.0}

@@ -18,15 +18,16 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from tests.data.datasets import converted, open_loader
 from tests.data.test_thinking import (
-    AND,
-    BLOCK,
+    GOLDEN,
     HI,
+    HM,
     LATER,
     NEXT,
     OPEN,
     PLAIN,
     QUESTION,
     TEMPLATES,
+    THINK,
     THOUGHT,
     pieces,
     thinking_encoder,
@@ -36,7 +37,6 @@ from tests.tiny import tiny_checkpoint
 from toolkit.generate.answers import with_trained_media
 
 PRESERVE = {"preserve_thinking": True}
-HM = ["H", "m", ".\n", "</think>", "\n\n", "No", ".", "<|im_end|>"]
 
 
 def encoder(**arguments: object) -> ChatEncoder:
@@ -45,11 +45,8 @@ def encoder(**arguments: object) -> ChatEncoder:
 
 
 def test_earlier_thinking_is_trained_on_if_the_template_keeps_it() -> None:
-    messages = [QUESTION, THOUGHT, NEXT, PLAIN]
-    last = [(["Yes", ".", "<|im_end|>"], 1), (["\n"], 0)]
-    dropped = [(HI + OPEN, 0), (["No", ".", "<|im_end|>"], 1), (["\n"] + AND + OPEN + BLOCK, 0), *last]
-    kept = [(HI + OPEN + ["<think>", "\n"], 0), (HM, 1), (["\n"] + AND + OPEN + BLOCK, 0), *last]
-    assert pieces(encoder(), messages) == dropped
+    messages, _, dropped = GOLDEN["several turns"]
+    kept = [(HI + OPEN + THINK, 0), (HM, 1), *dropped[2:]]
     assert pieces(encoder(**PRESERVE), messages) == kept
 
     ours = encoder()
@@ -68,20 +65,6 @@ def test_earlier_thinking_is_trained_on_if_the_template_keeps_it() -> None:
     assert int(mask.sum()) == int(own[1].sum()) + 5
 
 
-def test_prompts_follow_the_arguments_of_the_run() -> None:
-    for thinks in (True, False):
-        ours = encoder(enable_thinking=thinks)
-        asked = ours.tokenizer.apply_chat_template(
-            [QUESTION],
-            chat_template=ours.chat_template,
-            add_generation_prompt=True,
-            enable_thinking=thinks,
-            return_dict=False,
-        )
-        assert ours.encode_prompt([QUESTION], []).tolist() == asked
-        assert ours.encode_prompt([QUESTION], [], enable_thinking=not thinks).tolist() != asked
-
-
 @pytest.mark.parametrize("name", ["keep_thinking", "messages", "tools", "add_generation_prompt"])
 def test_argument_that_is_not_the_templates_is_refused(name) -> None:
     with pytest.raises(ChatError, match=rf"data\.template_arguments: .* never reads {name}; it"):
@@ -90,36 +73,24 @@ def test_argument_that_is_not_the_templates_is_refused(name) -> None:
         encoder().encode([QUESTION, PLAIN], [], template_arguments={name: True})
 
 
-@pytest.mark.parametrize(
-    ("written", "arguments"),
-    [
-        (PRESERVE, PRESERVE),
-        ('{"add_vision_id": true}', {"add_vision_id": True}),
-        ({"a": None}, {}),
-        (None, {}),
-    ],
-)
-def test_arguments_of_a_record_are_read(written, arguments) -> None:
-    read = read_conversation({"messages": [QUESTION, PLAIN], "chat_template_kwargs": written})
-    assert read.template_arguments == arguments and not read.ignored_keys
-
-
-@pytest.mark.parametrize("written", [[1], "yes", True])
-def test_arguments_of_a_record_must_be_an_object(written) -> None:
-    with pytest.raises(RecordError) as caught:
-        read_conversation({"messages": [QUESTION, PLAIN], "chat_template_kwargs": written})
-    assert caught.value.field_path == "chat_template_kwargs"
+def test_arguments_of_a_record_are_an_object() -> None:
+    record = {"messages": [QUESTION, PLAIN]}
+    vision = ('{"add_vision_id": true}', {"add_vision_id": True})
+    for written, arguments in ((PRESERVE, PRESERVE), vision, ({"a": None}, {}), (None, {})):
+        read = read_conversation(record | {"chat_template_kwargs": written})
+        assert read.template_arguments == arguments and not read.ignored_keys
+    for written in ([1], "yes", True):
+        with pytest.raises(RecordError) as caught:
+            read_conversation(record | {"chat_template_kwargs": written})
+        assert caught.value.field_path == "chat_template_kwargs"
 
 
 def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
     """Qwen2.5-VL's template numbers images, which makes samples longer."""
     hf = tiny_checkpoint("qwen2_5_vl")
-    plain = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-    out, _ = converted(tmp_path, [{"messages": plain}] * 4)
+    out, _ = converted(tmp_path, [{"messages": [QUESTION, PLAIN]}] * 4)
     without = DataConfig(path=str(out), seq_len=256, num_workers=0)
-    numbered = DataConfig(
-        path=str(out), seq_len=256, num_workers=0, template_arguments={"add_vision_id": True}
-    )
+    numbered = replace(without, template_arguments={"add_vision_id": True})
     spec = read_spec(hf)
     assert compute_tokenization_id(hf, spec, without) != compute_tokenization_id(hf, spec, numbered)
     advice = missing_sizes_advice(read_description(numbered.path), hf, numbered)

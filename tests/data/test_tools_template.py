@@ -17,11 +17,12 @@ from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_templ
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import read_chat_template
+from tests.data.helpers import IMAGE, VIDEO, assistant, system, text, tiny_encoder, user
 from tests.data_tools.test_formats import TOOL, WITH_TOOLS
 from tests.tiny import tiny_checkpoint
 
 TEXT_TEMPLATE = Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-7B-Instruct.chat_template.jinja"
-IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+PADS = "<|vision_start|><|image_pad|><|vision_end|>"
 EXPECTED = f"""<|im_start|>system
 You are a helpful assistant.
 
@@ -39,7 +40,7 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call><|im_end|>
 <|im_start|>user
-{IMAGE}What is written?<|im_end|>
+{PADS}What is written?<|im_end|>
 <|im_start|>assistant
 I look closer.
 <tool_call>
@@ -50,7 +51,7 @@ I look closer.
 </tool_call><|im_end|>
 <|im_start|>user
 <tool_response>
-{IMAGE}
+{PADS}
 </tool_response>
 <tool_response>
 nothing
@@ -74,31 +75,30 @@ def call(**arguments: Any) -> dict[str, Any]:
 
 
 CONVERSATION: list[dict[str, Any]] = [
-    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is written?"}]},
-    {"role": "assistant", "content": "I look closer.", "tool_calls": [call(box=[1, 2], name="Ä"), call()]},
-    {"role": "tool", "content": [{"type": "image"}]},
+    user([IMAGE, text("What is written?")]),
+    assistant("I look closer.", tool_calls=[call(box=[1, 2], name="Ä"), call()]),
+    {"role": "tool", "content": [IMAGE]},
     {"role": "tool", "content": "nothing"},
-    {"role": "assistant", "content": "", "tool_calls": [call()]},
+    assistant("", tool_calls=[call()]),
     {"role": "tool", "content": "more"},
-    {"role": "assistant", "content": "STOP"},
+    assistant("STOP"),
 ]
 
 
-def encoder(family: str = "qwen2_5_vl", template: str = TOOLS_TEMPLATE) -> ChatEncoder:
-    folder = tiny_checkpoint(family)
-    return ChatEncoder(folder, read_spec(folder), DataConfig(chat_template=template))
+def encoder(template: str = TOOLS_TEMPLATE) -> ChatEncoder:
+    return tiny_encoder("qwen2_5_vl", chat_template=template)
 
 
 def test_tools_template_writes_what_was_worked_out_by_hand():
     assert encoder().render_conversation(CONVERSATION, tools=[ZOOM]) == EXPECTED
 
 
-@pytest.mark.parametrize("system", ["", "Be brief."])
+@pytest.mark.parametrize("rule", ["", "Be brief."])
 @pytest.mark.parametrize("form", list(WITH_TOOLS))
-def test_tools_template_equals_the_text_models(form: str, system: str):
+def test_tools_template_equals_the_text_models(form: str, rule: str):
     conversation = read_conversation(WITH_TOOLS[form])
     turns = [turn for turn in conversation.messages if turn["role"] != "system"]
-    turns = [{"role": "system", "content": system or "You are a helpful assistant."}, *turns]
+    turns = [system(rule or "You are a helpful assistant."), *turns]
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen2_5_vl"))
     for tools in ([TOOL, ZOOM], []):
         for prompt in (True, False):
@@ -110,7 +110,7 @@ def test_tools_template_equals_the_text_models(form: str, system: str):
                 add_generation_prompt=prompt,
             )
             written = encoder().render_conversation(
-                turns if system else turns[1:], tools=tools, generation_prompt=prompt
+                turns if rule else turns[1:], tools=tools, generation_prompt=prompt
             )
             assert written == expected and "Oslo" in written
 
@@ -120,19 +120,12 @@ def test_tools_template_equals_the_text_models(form: str, system: str):
 def test_tools_template_without_tools_is_the_released_one(family: str, settings: dict[str, Any]):
     folder = tiny_checkpoint(family)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    parts = [{"type": "video"}, {"type": "text", "text": " a\n"}, {"type": "image"}, {"image_url": "x"}]
+    parts = [VIDEO, text(" a\n"), IMAGE, {"image_url": "x"}]
     conversations = [
-        [{"role": "user", "content": "\nHi {{ there }} "}, {"role": "assistant", "content": ""}],
-        [
-            {"role": "user", "content": parts},
-            {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
-        ],
-        [{"role": "system", "content": [{"type": "text", "text": "S"}]}, {"role": "user", "content": parts}],
-        [
-            {"role": "user", "content": "1"},
-            {"role": "system", "content": "2"},
-            {"role": "user", "content": []},
-        ],
+        [user("\nHi {{ there }} "), assistant("")],
+        [user(parts), assistant([text("b")])],
+        [system([text("S")]), user(parts)],
+        [user("1"), system("2"), user([])],
     ]
     for turns in conversations:
         texts = [
@@ -179,16 +172,13 @@ def test_another_template_is_another_tokenization(tmp_path: Path):
 @pytest.mark.parametrize("part", ["tools", "tool calls", "reasoning_content"])
 def test_encoder_rejects_template_that_leaves_something_out(part):
     """Qwen2-VL's and Qwen2.5-VL's released template ignores all of them without a word."""
-    encoder = ChatEncoder(tiny_checkpoint("qwen2_5_vl"), read_spec(tiny_checkpoint("qwen2_5_vl")))
-    turns = [{"role": "user", "content": "Rain?"}, {"role": "assistant", "content": "Yes."}]
-    tools = []
-    if part == "tools":
-        tools = [TOOL]
-    elif part == "tool calls":
-        turns = read_conversation(WITH_TOOLS["openai"]).messages
-    else:
-        turns[1] = {**turns[1], "reasoning_content": "Clouds."}
+    turns = {
+        "tools": [user("Rain?"), assistant("Yes.")],
+        "tool calls": read_conversation(WITH_TOOLS["openai"]).messages,
+        "reasoning_content": [user("Rain?"), assistant("Yes.", reasoning_content="Clouds.")],
+    }[part]
+    plain, tools = encoder(template=""), [TOOL] * (part == "tools")
     with pytest.raises(ChatError, match=f"template does not write {part}"):
-        encoder.encode(turns, [], tools)
+        plain.encode(turns, [], tools)
     with pytest.raises(ChatError, match=f"template does not write {part}"):
-        encoder.encode_prompt(turns[:3], [], tools)
+        plain.encode_prompt(turns[:3], [], tools)
