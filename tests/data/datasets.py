@@ -58,9 +58,8 @@ def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, D
     """Runs the data tool on ``records``, whose media are in ``folder/media``."""
     (folder / "in.json").write_text(json.dumps(records))
     (folder / "media").mkdir(exist_ok=True)
-    report = convert_dataset(
-        [folder / "in.json"], ConversionOptions(folder / "media", folder / "out", **options)
-    )
+    conversion = ConversionOptions(folder / "media", folder / "out", **options)
+    report = convert_dataset([folder / "in.json"], conversion)
     return folder / "out", report
 
 

@@ -19,9 +19,8 @@ def image(height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarr
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
     waves = [127 + 100 * np.sin(x / (5 + 3 * c + seed) + y / (11 - 2 * c)) for c in range(channels)]
-    return np.clip(np.stack(waves, -1) + rng.normal(0, 12, (height, width, channels)), 0, 255).astype(
-        np.uint8
-    )
+    noisy = np.stack(waves, -1) + rng.normal(0, 12, (height, width, channels))
+    return np.clip(noisy, 0, 255).astype(np.uint8)
 
 
 JPEG = {"format": "JPEG", "quality": 90}

@@ -39,7 +39,7 @@ from toolkit.data.sample_view import planes_to_pixels
 from toolkit.generate.answers import Answerer, answer_dataset
 
 from .datasets import converted
-from .helpers import spec_of
+from .helpers import assistant, spec_of, text, user
 from .media import write
 from .test_chat import released_tokenizer_folder
 
@@ -52,8 +52,7 @@ def written(family: str, objects: Sequence[dict[str, Any]], answer: Any, **turn:
     spec = spec_of(family)
     settings = PixelSettings(spec.vision.patch_size)
     grid = image_grid(200, 400, settings)
-    message = {"role": "assistant", "content": answer, **turn}
-    record = {"messages": [message], "media": [SIZE], "objects": list(objects)}
+    record = {"messages": [assistant(answer, **turn)], "media": [SIZE], "objects": list(objects)}
     return SampleObjects(record, [grid], spec.vision).written_messages()[0]
 
 
@@ -83,19 +82,15 @@ def test_boxes_in_json_and_in_prose_have_the_form_of_the_family(family: str) -> 
     objects = [{"ref": "cat"}, box(10, 20, 100, 200), box(390, 5)]
     expected = f"The cat: {first}, click(start_box='{point}')"
     if family == "qwen2_vl":
-        expected = (
-            "The <|object_ref_start|>cat<|object_ref_end|>: <|box_start|>(25,100),(250,1000)<|box_end|>"
-        )
-        expected += ", click(start_box='<|box_start|>(975,25)<|box_end|>')"
-    parts = written(family, objects, [{"type": "text", "text": prose}])["content"]
-    assert parts == [{"type": "text", "text": expected}]
+        expected = "The <|object_ref_start|>cat<|object_ref_end|>: "
+        expected += "<|box_start|>(25,100),(250,1000)<|box_end|>, "
+        expected += "click(start_box='<|box_start|>(975,25)<|box_end|>')"
+    assert written(family, objects, [text(prose)])["content"] == [text(expected)]
 
 
 def test_boxes_of_calls_and_of_reasoning_are_written_in_the_order_of_the_template() -> None:
-    call = {
-        "type": "function",
-        "function": {"name": "click", "arguments": {"at": "<point>", "why": "<bbox>!"}},
-    }
+    function = {"name": "click", "arguments": {"at": "<point>", "why": "<bbox>!"}}
+    call = {"type": "function", "function": function}
     objects = [box(40, 20), box(0, 0, 400, 200), box(390, 5), box(80, 40)]
     turn = written("qwen3_vl", objects, "<bbox>", reasoning_content="<point>", tool_calls=[call])
     assert (turn["reasoning_content"], turn["content"]) == ("[100, 100]", "[0, 0, 1000, 1000]")
@@ -106,8 +101,7 @@ def test_boxes_of_calls_and_of_reasoning_are_written_in_the_order_of_the_templat
 
 
 def record_of(answer: str, question: str = "<image>Where?", **fields: Any) -> dict[str, Any]:
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "images": ["a.png"], **fields}
+    return {"messages": [user(question), assistant(answer)], "images": ["a.png"], **fields}
 
 
 def test_objects_are_stored_in_the_order_of_their_markers() -> None:
@@ -146,12 +140,9 @@ def test_objects_stay_with_their_turns() -> None:
     """Results are put into the order of their calls, and turns after the last answer are left out."""
     calls = [{"id": name, "function": {"name": "look", "arguments": {}}} for name in "ab"]
     turns = [
-        {"role": "user", "content": "<image>Where?"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "b", "content": "b at <bbox>"},
-        {"role": "tool", "tool_call_id": "a", "content": "a at <bbox>"},
-        {"role": "assistant", "content": "At <point>."},
-        {"role": "user", "content": "<image>And <ref-object> at <bbox>?"},
+        *(user("<image>Where?"), assistant("", tool_calls=calls)),
+        *({"role": "tool", "tool_call_id": name, "content": f"{name} at <bbox>"} for name in "ba"),
+        *(assistant("At <point>."), user("<image>And <ref-object> at <bbox>?")),
     ]
     objects = {"ref": ["dog"], "bbox": [[2, 2, 4, 4], [1, 1, 3, 3], [0, 0, 9, 9]], "points": [[5, 6]]}
     objects["image_id"] = [0, 0, 1, 0]
@@ -165,7 +156,7 @@ def test_objects_stay_with_their_turns() -> None:
 
     written = record_of('{"bbox_2d": [1, 2, 3, 4]}', boxes="pixels")
     written["images"].append("b.png")
-    written["messages"].append({"role": "user", "content": "<image>And here?"})
+    written["messages"].append(user("<image>And here?"))
     assert read_conversation(written).objects == [box(1, 2, 3, 4)]
 
 
@@ -213,9 +204,8 @@ def test_boxes_of_documents_become_objects() -> None:
 
 def test_written_boxes_on_several_images_have_one_size_or_a_number(tmp_path: Path) -> None:
     """Thousandths need neither, except in a family that counts pixels."""
-    upright, transparent, wide = (
-        write_image(tmp_path / "media", kind) for kind in ("upright", "transparent", "wide")
-    )
+    kinds = "upright", "transparent", "wide"
+    upright, transparent, wide = (write_image(tmp_path / "media", kind) for kind in kinds)
     fields: list[dict[str, Any]] = [
         {"boxes": "pixels", "images": [upright, transparent]},
         {"boxes": "pixels", "images": [upright, wide], "objects": {"image_id": [1, 0]}},
@@ -227,22 +217,21 @@ def test_written_boxes_on_several_images_have_one_size_or_a_number(tmp_path: Pat
     # 36 of 360 pixels are 100 thousandths, of 480 they are 75. Qwen2.5-VL has 364 x 308 and 476 x 252.
     expected = {
         "qwen3_vl": [
-            "[100, 200, 250, 500] [100, 200]",
-            "[75, 250, 188, 625] [100, 200]",
+            *("[100, 200, 250, 500] [100, 200]", "[75, 250, 188, 625] [100, 200]"),
             "[36, 60, 90, 150] [36, 60]",
         ],
         "qwen2_5_vl": ["[36, 62, 91, 154] [36, 62]", "[36, 63, 89, 158] [36, 62]", None],
     }
     data = DataConfig(path=str(path))
-    for family, texts in expected.items():
+    for family, answers in expected.items():
         hf = tiny_files(family, tmp_path / family)
         index_datasets(data, read_spec(hf), hf)
         encoder, samples, counts = encoded_and_counted(data, hf, 3)
-        for sample, count, text in zip(samples, counts, texts, strict=True):
-            assert (sample.refused is None) == (text is not None) == (count[0] > 0)
-            if text:
+        for sample, count, boxes in zip(samples, counts, answers, strict=True):
+            assert (sample.refused is None) == (boxes is not None) == (count[0] > 0)
+            if boxes:
                 answer = encoder.chat_encoder.tokenizer.decode(sample.token_ids[sample.loss_mask])
-                assert " ".join(re.findall(r"\[[\d, ]+\]", answer)) == text
+                assert " ".join(re.findall(r"\[[\d, ]+\]", answer)) == boxes
                 assert sample.token_and_patch_count == count
 
 
@@ -252,10 +241,9 @@ ESCAPED = r'Result: "{\"bbox_2d\": [1, 2,\n 3, 4], \"at\": \"{\\\"point_2d\\\": 
 def test_boxes_in_json_within_json_are_converted_or_counted() -> None:
     arguments = {"result": '{"bbox_2d": [1, 2, 3, 4]}', "bbox_2d": "[5, 6, 7, 8]"}
     call = {"function": {"name": "crop", "arguments": arguments}}
-    for message, text in (({"content": ESCAPED}, ESCAPED), ({"content": "", "tool_calls": [call]}, "")):
-        record = record_of(text)
-        record["messages"][1] |= message
-        assert read_conversation(record).unsaid_boxes == 1
+    record = record_of("")
+    record["messages"][1] |= {"tool_calls": [call]}
+    assert [read_conversation(each).unsaid_boxes for each in (record_of(ESCAPED), record)] == [1, 1]
     read = read_conversation(record_of(ESCAPED, boxes="pixels"))
     assert read.objects == [box(1, 2, 3, 4), box(5, 6)]
     changed = ESCAPED.replace(r"[1, 2,\n 3, 4]", "<bbox>").replace("[5, 6]", "<bbox>")
@@ -377,9 +365,8 @@ def encoded_and_counted(
     sizes = open_stored_sizes(path / METADATA_DIR, compute_tokenization_id(hf, spec, data))
     counter = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)
     counts = np.stack(counter.count_samples(sizes, np.arange(numbers)), axis=1)
-    assert not any(counter.cut_sample(sizes, i, n - 5, 0) for i, n in enumerate(counts[:, 0]) if n), (
-        "has boxes"
-    )
+    cuts = [counter.cut_sample(sizes, i, n - 5, 0) for i, n in enumerate(counts[:, 0]) if n]
+    assert not any(cuts), "has boxes"
     return encoder, raw_samples(encoder, path), list(map(tuple, counts.tolist()))
 
 
@@ -440,9 +427,7 @@ def test_boxes_on_images_with_own_limits_stay_in_one_row(family: str, tmp_path: 
     samples."""
     records = []
     for own in ({"max_pixels": 9000}, {"resized_height": 1500, "resized_width": 1800}, {}):
-        turns = [{"role": "user", "content": [{"type": "image", **own}]}]
-        turns += [{"role": "assistant", "content": "<bbox>"}, {"role": "user", "content": "?"}]
-        turns += [{"role": "assistant", "content": "<bbox>"}]
+        turns = [user([{"type": "image", **own}]), assistant("<bbox>"), user("?"), assistant("<bbox>")]
         records.append({"messages": turns, "objects": {"bbox": [[9, 6, 345, 290]] * 2}})
     path, _ = with_image(tmp_path, "upright", records)
     if family in FAMILIES:

@@ -82,11 +82,9 @@ class Reading:
         waiting += state["aside"].get(key, [])
         described = read_description(self.folder / name)
         sizes = [described.samples_by_shard[shard] for shard in described.shards_by_split["train"]]
-        by_shard = {"shard_sizes": [np.array(sizes)], "block_size": planned_rows.SHUFFLE_BLOCK}
-        shuffled = self.settings.get("shuffle", True)
-        order = SampleOrder(
-            [len(keys)], [1.0], data.seed, is_shuffled=shuffled, source_keys=[key], **by_shard
-        )
+        settings = {"shard_sizes": [np.array(sizes)], "block_size": planned_rows.SHUFFLE_BLOCK}
+        settings |= {"source_keys": [key], "is_shuffled": self.settings.get("shuffle", True)}
+        order = SampleOrder([len(keys)], [1.0], data.seed, **settings)
         indices = order.sample_indices(np.zeros(len(waiting), np.int64), np.array(waiting, np.int64))
 
         drawn = self.of(name) + Counter(keys[index] for index in indices)

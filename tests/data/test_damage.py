@@ -13,7 +13,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,15 +151,9 @@ def test_checksum_notices_one_changed_byte(dataset):
 def test_dropped_sample_names_its_input_record(tmp_path):
     path, _ = converted(tmp_path, [{"conversations": turns(400 if i == 2 else 5)} for i in range(8)])
     dropped = next(loader(path)).dropped_samples[0]
-    assert dropped.as_json() == {
-        "key": "000000002",
-        "shard": "train-000000.tar",
-        "source": "in.json record 3",
-        "data_set": "",
-        "reason": "longer than seq_len",
-        "detail": dropped.detail,
-        "size": dropped.size,
-    }
+    names = {"shard": "train-000000.tar", "source": "in.json record 3", "data_set": "", "key": "000000002"}
+    why = {"reason": "longer than seq_len", "detail": dropped.detail, "size": dropped.size}
+    assert dropped.as_json() == names | why
     assert dropped.detail.startswith(f"{dropped.size} tokens") and dropped.size > 400
     assert "tokens do not fit into data.seq_len 320" in dropped.detail
 
@@ -257,20 +251,15 @@ def test_row_choice_is_the_fullest_of_all_subsets():
     """Compared with all subsets."""
     draw = random.Random(0)
     for _ in range(200):
-        sizes = [(draw.randint(1, 40), draw.randint(0, 30)) for _ in range(draw.randint(1, 8))]
-        tokens = 64
+        sizes = np.array([(draw.randint(1, 40), draw.randint(0, 30)) for _ in range(draw.randint(1, 8))])
         patches = draw.choice([0, 40])
-        row = choose_row_samples(sizes, tokens, patches)
-        fits = [
-            sum(sizes[i][0] for i in chosen)
-            for mask in range(1 << (len(sizes) - 1))
-            if (chosen := [0] + [i + 1 for i in range(len(sizes) - 1) if mask >> i & 1])
-            and sum(sizes[i][0] for i in chosen) <= tokens
-            and (not patches or sum(sizes[i][1] for i in chosen) <= patches)
-        ]
+        row = choose_row_samples([(int(tokens), int(size)) for tokens, size in sizes], 64, patches)
+        chosen = np.array([(1, *others) for others in product((0, 1), repeat=len(sizes) - 1)])
+        totals = chosen @ sizes
+        fits = totals[(totals <= (64, patches or np.inf)).all(1), 0]
         assert row == sorted(set(row)) and row[0] == 0
-        assert sum(sizes[i][0] for i in row) == max(fits)
-        assert not patches or sum(sizes[i][1] for i in row) <= patches
+        tokens, used_patches = sizes[row].sum(0)
+        assert tokens == fits.max() and (not patches or used_patches <= patches)
 
 
 def test_limit_of_open_files_loses_no_sample(dataset, monkeypatch):

@@ -123,16 +123,11 @@ def test_cut_by_hand():
     thirds = [SamplePart(start, min(start + 10, 25), 0, 0, 0) for start in (0, 10, 20)]
     assert cut_document(25, [], [], 10, 0) == thirds
     # The medium of tokens 8 to 13 would be cut, so the second part begins with it.
-    assert cut_document(25, [(8, 14)], [24], 10, 0) == [
-        SamplePart(0, 8, 0, 0, 0),
-        SamplePart(8, 18, 0, 1, 24),
-        SamplePart(18, 25, 1, 1, 0),
-    ]
+    with_medium = [SamplePart(0, 8, 0, 0, 0), SamplePart(8, 18, 0, 1, 24), SamplePart(18, 25, 1, 1, 0)]
+    assert cut_document(25, [(8, 14)], [24], 10, 0) == with_medium
     # Two media of 24 patches do not share a part of 40 patches, though their tokens would fit.
-    assert cut_document(12, [(1, 4), (5, 8)], [24, 24], 20, 40) == [
-        SamplePart(0, 5, 0, 1, 24),
-        SamplePart(5, 12, 1, 2, 24),
-    ]
+    apart = [SamplePart(0, 5, 0, 1, 24), SamplePart(5, 12, 1, 2, 24)]
+    assert cut_document(12, [(1, 4), (5, 8)], [24, 24], 20, 40) == apart
     # A medium that fills a row; one that ends a part; one that does not fit.
     assert cut_document(12, [(1, 11)], [4], 10, 0)[1] == SamplePart(1, 11, 0, 1, 4)
     assert cut_document(12, [(4, 10)], [4], 10, 0)[0] == SamplePart(0, 10, 0, 1, 4)
@@ -223,13 +218,10 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
     parts = [{"path": str(dataset), "repetitions": 1}, {"path": str(talks), "repetitions": 2}]
     config = settings(write_blend(tmp_path, train={"blend_epochized": parts}))
 
-    def loaders(ranks: int) -> list[Any]:
-        return [
-            open_loader(config, hf, dp_rank=rank, dp=ranks, rows_per_step=4, epochs=2)
-            for rank in range(ranks)
-        ]
+    def loader(rank: int, ranks: int) -> Any:
+        return open_loader(config, hf, dp_rank=rank, dp=ranks, rows_per_step=4, epochs=2)
 
-    [straight] = loaders(1)
+    straight = loader(0, 1)
     steps: list[list[TrainingRow]] = []
     states = [straight.state_dict()]
     while step := list(islice(straight, 4)):
@@ -242,7 +234,7 @@ def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, 
     assert {len(drawn) for (source, _), drawn in whole.items() if source == 1} == {4}
 
     for stop in range(0, len(steps), 4):
-        ranks = loaders(2)
+        ranks = loader(0, 2), loader(1, 2)
         for rank in ranks:
             rank.load_state_dict(states[stop])
         for step in steps[stop:]:

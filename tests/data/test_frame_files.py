@@ -30,17 +30,17 @@ def packed(count: int, info: FrameArchiveInfo = INFO) -> bytes:
 
 # Images, a second -> frame groups, seconds of a group (2 / fps), times of the groups: mean of 2i / fps and
 # (2i + 1) / fps, also where the second of them is a repeated image.
-LISTS = [
-    (4, 2.0, 2, 1.0, (0.25, 1.25)),
-    (5, 1.0, 3, 2.0, (0.5, 2.5, 4.5)),
-    (1, 2.0, 1, 1.0, (0.25,)),
-    (3, 0.5, 2, 4.0, (1.0, 5.0)),
-    (6, 10.0, 3, 0.2, (0.05, 0.25, 0.45)),
-]
-
-
 @pytest.mark.parametrize("settings", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
-@pytest.mark.parametrize(("count", "fps", "groups", "seconds", "times"), LISTS)
+@pytest.mark.parametrize(
+    ("count", "fps", "groups", "seconds", "times"),
+    [
+        (4, 2.0, 2, 1.0, (0.25, 1.25)),
+        (5, 1.0, 3, 2.0, (0.5, 2.5, 4.5)),
+        (1, 2.0, 1, 1.0, (0.25,)),
+        (3, 0.5, 2, 4.0, (1.0, 5.0)),
+        (6, 10.0, 3, 0.2, (0.05, 0.25, 0.45)),
+    ],
+)
 def test_image_list_times_worked_out_by_hand(settings, count, fps, groups, seconds, times):
     video = VideoInfo(count, fps, 70, 100, "whole")
     assert frame_indices(video, settings) == list(range(count))

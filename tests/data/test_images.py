@@ -227,9 +227,8 @@ def flipped(data: bytes) -> bytes:
 
 
 STORED_PNG = saved(Image.fromarray(np.full((20, 20), 77, np.uint8)), "PNG", compress_level=0)
-JPEGS = {
-    kind: encoded(90, 130, kind) for kind in ("jpeg", "jpeg420", "progressive", "grey_jpeg", "cmyk", "exif")
-}
+KINDS = "jpeg", "jpeg420", "progressive", "grey_jpeg", "cmyk", "exif"
+JPEGS = {kind: encoded(90, 130, kind) for kind in KINDS}
 DAMAGED = {f"half of {kind}": data[: len(data) // 2] for kind, data in JPEGS.items()}
 DAMAGED |= {f"{kind} with a zeroed half": zeroed(data) for kind, data in JPEGS.items()}
 DAMAGED |= {

@@ -37,9 +37,8 @@ COUNT = 20
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    out, report = converted(
-        folder, mixed_records(folder / "media", COUNT), val_fraction=0.2, samples_per_shard=7
-    )
+    records = mixed_records(folder / "media", COUNT)
+    out, report = converted(folder, records, val_fraction=0.2, samples_per_shard=7)
     assert report.samples == COUNT and not report.refused
     return out
 

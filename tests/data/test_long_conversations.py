@@ -44,11 +44,8 @@ def hand_written(question: list[str], answer: str) -> tuple[list[str], list[int]
     return [*before, *answer, IM_END, "Ċ"], [*[0] * len(before), *[1] * len(answer), 1, 0]
 
 
-EXCHANGES = [
-    hand_written([*PICTURE, "A", "?"], "a."),
-    hand_written(["B", "?"], "b."),
-    hand_written(["C"], "c"),
-]
+QUESTIONS = [*PICTURE, "A", "?"], ["B", "?"], ["C"]
+EXCHANGES = list(map(hand_written, QUESTIONS, ("a.", "b.", "c")))
 """Of 24, 16 and 14 tokens."""
 MESSAGES = [SYSTEM, *exchange([IMAGE, text("A?")], "a."), *exchange("B?", "b."), *exchange("C", "c")]
 
@@ -68,10 +65,8 @@ def test_cut_conversation_by_hand():
     # Of 63 tokens; the head of 9 begins each part: 9 + 24, 9 + 16 + 14.
     two = [SamplePart(9, 33, 0, 1, 24, 9, 0), SamplePart(33, 63, 1, 1, 0, 9, 0)]
     assert cut_conversation(63, starts, [24], 48, 0) == two and [part.tokens for part in two] == [33, 39]
-    assert cut_conversation(63, starts, [24], 49, 0) == [
-        SamplePart(9, 49, 0, 1, 24, 9, 0),
-        SamplePart(49, 63, 1, 1, 0, 9, 0),
-    ]
+    wider = [SamplePart(9, 49, 0, 1, 24, 9, 0), SamplePart(49, 63, 1, 1, 0, 9, 0)]
+    assert cut_conversation(63, starts, [24], 49, 0) == wider
     # The first exchange fits no row of 32 tokens or 23 patches, and the others keep their places.
     assert [part.tokens for part in cut_conversation(63, starts, [24], 32, 0)] == [33, 25, 23]
     assert cut_conversation(63, starts, [24], 100, 23) == two
@@ -85,12 +80,8 @@ def test_cut_conversation_by_hand():
 AB, CD = exchange("a", "b"), exchange("c", "d")
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
-CALLED = [
-    user("w?"),
-    assistant("", tool_calls=[CALL]),
-    {"role": "tool", "content": "rain"},
-    assistant("It rains."),
-]
+CALLED = [user("w?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "rain"}]
+CALLED += [assistant("It rains.")]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -34,10 +34,8 @@ UNIT = 28 * 28
 
 def released_limits(unit: int, frames: int = 1, **others: Any) -> PixelSettings:
     """The constants of qwen-vl-utils, for an image and for so many frames of a video."""
-    videos = {"video_min_pixels": 128 * unit * frames, "video_max_pixels": 768 * unit * frames}
-    return PixelSettings(
-        min_pixels=4 * unit, max_pixels=16384 * unit, video_max_frames=768, **videos, **others
-    )
+    others |= {"video_min_pixels": 128 * unit * frames, "video_max_pixels": 768 * unit * frames}
+    return PixelSettings(min_pixels=4 * unit, max_pixels=16384 * unit, video_max_frames=768, **others)
 
 
 QWEN2_5 = released_limits(UNIT)
@@ -127,12 +125,10 @@ def test_frames_and_sizes_of_videos_equal_qwen_vl_utils(limits, family, monkeypa
     patch_size = 14 if family == "qwen2.5" else 16
     for count, fps, size in ((100, 10.0, (480, 640)), (391, 23.976, (60, 90))):
         reader.__len__.return_value, reader.get_avg_fps.return_value = count, fps
-        reader.get_batch = lambda numbers, size=size: SimpleNamespace(
-            asnumpy=lambda: np.zeros((len(numbers), *size, 3), np.uint8)
-        )
-        (frames, metadata), rate = utils.fetch_video(
-            {"video": "a.mp4", **limits}, patch_size, return_video_sample_fps=True, return_video_metadata=True
-        )
+        black = np.zeros((1, *size, 3), np.uint8)
+        reader.get_batch = lambda numbers, one=black: Mock(asnumpy=lambda: one.repeat(len(numbers), 0))
+        asked = {"video": "a.mp4", **limits}
+        (frames, metadata), rate = utils.fetch_video(asked, patch_size, True, True)
         settings = QWEN2_5 if family == "qwen2.5" else qwen3(len(frames))
         info = VideoInfo(count, fps, *size, limits=limits)
         assert frame_indices(info, settings) == metadata["frames_indices"]

@@ -309,17 +309,18 @@ def test_image_with_a_long_head_is_measured(tmp_path, hf):
 # --- Fields -------------------------------------------------------------------------------------------------
 
 
-def test_members_are_found_by_the_given_extensions(tmp_path, hf):
+def test_members_are_found_by_the_given_extensions_and_answer_a_question(tmp_path, hf):
     image = encoded(30, 40)
     inner = json.dumps({"meta": {"alt": " An alt text. "}}).encode()
     members = [("a.img.png", image), ("a.meta.json", inner), ("b.img.png", image), ("b.txt", b"B.")]
     members += [("c.IMG.PNG", image), ("c.txt", b" "), ("c.meta.json", inner), ("d.img.png", image)]
     members += [("d.meta.json", b'{"meta": {"alt": 5}}')]
     write_tar(tmp_path / "a.tar", members)
-    words = ("image=img.png", "caption=txt|meta.json:meta.alt")
+    words = ("image=img.png", "caption=txt|meta.json:meta.alt", "prompt=What is this?")
     report = index(tmp_path / "out", hf, tmp_path / "a.tar", members=words)
     assert (report.pairs, report.broken) == (3, Counter({"text unreadable": 1}))
-    assert trained_texts(tmp_path / "out", hf, r"An alt text\.<|B\.<") == {"An alt text.<": 2, "B.<": 1}
+    answers = r"<\|vision_end\|>What is this\?<\|im_end\|>\n<\|im_start\|>assistant\n(An alt text\.|B\.)<"
+    assert trained_texts(tmp_path / "out", hf, answers) == {"An alt text.": 2, "B.": 1}
 
 
 def test_tars_of_text_alone(tmp_path, hf):
@@ -337,13 +338,6 @@ def test_members_that_cannot_be_read_are_refused():
     for words in (["photo=jpg"], ["image="], ["image"], ["text=txt", "image=jpg"], ["image=jpg", "text=txt"]):
         with pytest.raises(LoaderError, match="--members"):
             parse_fields(words)
-
-
-def test_captions_may_answer_a_question(tmp_path, hf):
-    write_tar(tmp_path / "a.tar", pair_members("a", 0, "A caption."))
-    index(tmp_path / "out", hf, tmp_path / "a.tar", members=("prompt=What is this?",))
-    pattern = r"<\|vision_end\|>What is this\?<\|im_end\|>\n<\|im_start\|>assistant\nA caption\.<"
-    assert trained_texts(tmp_path / "out", hf, pattern).total() == 1
 
 
 def test_inputs_may_be_braces_folders_and_lists(tars, tmp_path):

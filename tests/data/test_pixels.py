@@ -142,9 +142,8 @@ def qwen3_folder(tmp_path):
 @pytest.mark.parametrize("shape", [(70, 100), (20, 300), (400, 31), (64, 64)], ids=str)
 def test_frames_area_and_times_equal_qwen3_vl(qwen3_folder, frames, rate, fps, most, shape):
     """Frame choice, frame size and times are those of Qwen3VLVideoProcessor and Qwen3VLProcessor."""
-    settings = read_pixel_settings(
-        qwen3_folder, DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096)
-    )
+    data = DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096)
+    settings = read_pixel_settings(qwen3_folder, data)
     processor = Qwen3VLVideoProcessor(**QWEN3_VIDEO, max_frames=most)
     metadata = VideoMetadata(total_num_frames=frames, fps=rate)
     wanted = processor.sample_frames(metadata, fps=fps).tolist()
@@ -192,9 +191,8 @@ def test_video_rule_is_that_of_the_folder(qwen3_folder):
     assert read_pixel_settings(qwen3_folder).video_spread
     (qwen3_folder / "video_preprocessor_config.json").unlink()
     assert not read_pixel_settings(qwen3_folder).video_spread
-    (qwen3_folder / "preprocessor_config.json").write_text(
-        json.dumps(PATCH_16 | {"processor_class": "Qwen3VLProcessor"})
-    )
+    processor = PATCH_16 | {"processor_class": "Qwen3VLProcessor"}
+    (qwen3_folder / "preprocessor_config.json").write_text(json.dumps(processor))
     settings = read_pixel_settings(qwen3_folder)
     assert settings.video_spread and (settings.video_min_pixels, settings.video_max_pixels) == (4096, 65536)
 

@@ -208,10 +208,8 @@ def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
         ids = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
         samples.append(TokenizedSample(ids, mask, [medium]))
 
-    options = (
-        f"--data.path {path} --data.seq_len 1024 --data.chat_template {TOOLS_TEMPLATE} --log.samples true"
-    )
-    options += " --global_batch_size 1 --optimizer.warmup_steps 0 --data.num_workers 0"
+    options = f"--data.path {path} --data.seq_len 1024 --data.chat_template {TOOLS_TEMPLATE}"
+    options += " --log.samples true --global_batch_size 1 --optimizer.warmup_steps 0 --data.num_workers 0"
     trained(prepare(tmp_path / "prepared", hf, 4), tmp_path / "run", *options.split(), ranks=1, steps=1)
     [step], [rows] = metrics(tmp_path / "run"), metrics(tmp_path / "run", "samples.jsonl")
     seen = [samples[int(key)] for key in rows["rows"][0]]  # of several passes

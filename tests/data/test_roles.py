@@ -1,4 +1,4 @@
-"""Orders of roles, images in results, digits of arguments, and conversations that end unfinished."""
+"""Orders of roles, digits of arguments, and conversations that end unfinished."""
 
 import json
 import tarfile
@@ -13,7 +13,6 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE
 from megatron_vl.data.sample.written_numbers import WrittenNumber, dump_json, read_number
-from megatron_vl.spec.positions import GridTHW
 from tests.data.datasets import converted, open_loader
 from tests.data.helpers import IMAGE, assistant, spec_of, system, text, user
 from tests.data.media import encoded, write
@@ -163,24 +162,6 @@ def test_media_of_unfinished_turns_are_left_out_and_the_turns_counted(tmp_path: 
     report = json.loads((tmp_path / "out/report.json").read_text())
     assert (report["samples"], report["images"], report["unfinished_turns"]) == (2, 1, 2)
     assert list(report["refused"].values()) == [{"no assistant turn": 1}]
-
-
-# --- Images in results --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", ["tools", LARGE, LATER])
-def test_images_of_results_stand_where_the_result_has_them(encoders, model) -> None:
-    parts = [{"type": "image", "image": "a.png"}, text("seen")]
-    listed = {"images": ["a.png"], "messages": [ASK, call(), {**DRAWN, "content": "<image>seen"}, SAY]}
-    typed = {"messages": [ASK, call(), {**DRAWN, "content": parts}, SAY]}
-    for record in (listed, typed):
-        read = read_conversation(record)
-        assert read.messages[2] == DRAWN and read.media_references == [("image", "a.png")]
-        ids, mask = encoders[model].encode(read.messages, [GridTHW(1, 4, 4)])
-        whole = encoders[model].tokenizer.decode(ids)
-        pads = "<|image_pad|>" * 4
-        assert f"<tool_response>\n<|vision_start|>{pads}<|vision_end|>seen\n</tool_response>" in whole
-        assert "seen" not in encoders[model].tokenizer.decode(ids[mask.bool()])
 
 
 # --- Digits of arguments ------------------------------------------------------------------------------------

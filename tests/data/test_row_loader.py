@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,8 @@ class Run:
         self.share = rows // ranks
         data = data_config(path, num_workers=workers, **changes)
         spec = read_spec(hf())
-        self.loaders = [
-            build_loader(data, spec, hf(), dp_rank=rank, dp=ranks, rows_per_step=rows)
-            for rank in range(ranks)
-        ]
+        build = partial(build_loader, data, spec, hf(), dp=ranks, rows_per_step=rows)
+        self.loaders = [build(dp_rank=rank) for rank in range(ranks)]
 
     def after(self, state: dict[str, Any]) -> Run:
         for loader in self.loaders:
@@ -217,25 +216,6 @@ def test_planner_process_shares_the_memory_of_its_rank(dataset):
         next(loader)
         planner = psutil.Process(planner_pid(loader))
         assert planner.memory_full_info().uss < 40 * len(inherited)  # an empty list takes 72 bytes
-
-
-def test_planner_process_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
-    """One process has planned the next steps before the three that make the rows need them."""
-    plans, plan = tmp_path / "plans", BatchPlanner.next_batch
-
-    def noted(planner: BatchPlanner) -> PlannedBatch:
-        with plans.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        return plan(planner)
-
-    monkeypatch.setattr(BatchPlanner, "next_batch", noted)
-    with closing(Run(dataset, 2, workers=3).loaders[0]) as loader:
-        for _ in range(6 * 4):
-            next(loader)
-        wait_until(lambda: len(plans.read_text().split()) >= 6)
-        # Each process makes two rows of a step, and two rows before they are asked for.
-        assert len(plans.read_text().split()) <= 4 + 1 + 3
-        assert set(plans.read_text().split()) == {str(planner_pid(loader))}
 
 
 @pytest.mark.parametrize("process", ["planner", "worker"])

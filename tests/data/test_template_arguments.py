@@ -50,9 +50,8 @@ def test_earlier_thinking_is_trained_on_if_the_template_keeps_it() -> None:
     assert pieces(encoder(**PRESERVE), messages) == kept
 
     ours = encoder()
-    rendered = ours.tokenizer.apply_chat_template(
-        messages, chat_template=ours.chat_template, tokenize=False, **PRESERVE
-    )
+    given = {"chat_template": ours.chat_template, "tokenize": False, **PRESERVE}
+    rendered = ours.tokenizer.apply_chat_template(messages, **given)
     assert rendered.count("<think>") == 2
     for given in (PRESERVE, {**PRESERVE, "enable_thinking": False}):
         assert encoder(**given).render_conversation(messages) == rendered

@@ -31,18 +31,7 @@ OPEN = ["<|im_start|>", "assistant", "\n"]
 HI = ["<|im_start|>", "user", "\n", "Hi", "<|im_end|>", "\n"]
 AND = ["<|im_start|>", "user", "\n", "And", "?", "<|im_end|>", "\n"]
 BLOCK = ["<think>", "\n\n", "</think>", "\n\n"]
-DRY = [
-    "<|im_start|>",
-    "user",
-    "\n",
-    "<tool_response>",
-    "\n",
-    "dry",
-    "\n",
-    "</tool_response>",
-    "<|im_end|>",
-    "\n",
-]
+DRY = [*HI[:3], "<tool_response>", "\n", "dry", "\n", "</tool_response>", "<|im_end|>", "\n"]
 TOOL_CALL = [
     *("<tool_call>", "\n", "<", "function", "=", "rain", ">\n", "<", "parameter", "=", "city", ">\n"),
     *("R", "ome", "\n"),

@@ -23,13 +23,8 @@ from toolkit.common.hf_loading import load_hf_processor
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 TEXTS = [
-    "abc 123456 x",
-    "हिन्दी में",
-    "กำลัง",
-    "x\u0323\u0302 e\u0301",
-    "don't\n\n x",
-    "\ufb01 Å \u212b ２０２６",
-    "ABC",
+    *("abc 123456 x", "ABC", "x\u0323\u0302 e\u0301", "don't\n\n x", "\ufb01 Å \u212b ２０２６"),
+    *("हिन्दी में", "กำลัง"),
     "עִבְרִית, العَرَبِيَّة",
     "日本語 ２３ 👩‍👩‍👧",
 ]

@@ -102,16 +102,10 @@ def test_tools_template_equals_the_text_models(form: str, rule: str):
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen2_5_vl"))
     for tools in ([TOOL, ZOOM], []):
         for prompt in (True, False):
-            expected = tokenizer.apply_chat_template(
-                turns,
-                tools=tools or None,
-                chat_template=TEXT_TEMPLATE.read_text(),
-                tokenize=False,
-                add_generation_prompt=prompt,
-            )
-            written = encoder().render_conversation(
-                turns if rule else turns[1:], tools=tools, generation_prompt=prompt
-            )
+            given = {"chat_template": TEXT_TEMPLATE.read_text(), "add_generation_prompt": prompt}
+            expected = tokenizer.apply_chat_template(turns, tools=tools or None, tokenize=False, **given)
+            asked = turns if rule else turns[1:]
+            written = encoder().render_conversation(asked, tools=tools, generation_prompt=prompt)
             assert written == expected and "Oslo" in written
 
 

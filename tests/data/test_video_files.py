@@ -155,13 +155,8 @@ def _count_decoded(monkeypatch) -> list[int]:
 
 
 PLAIN_RULE = PixelSettings(video_max_frames=768, video_max_pixels=300 * 28 * 28)
-SPREAD_RULE = PixelSettings(
-    patch_size=16,
-    video_max_frames=768,
-    video_min_pixels=4096,
-    video_max_pixels=114_688 * 2 * 32 * 32,
-    video_spread=True,
-)
+PIXELS = {"video_min_pixels": 4096, "video_max_pixels": 114_688 * 2 * 32 * 32}
+SPREAD_RULE = PixelSettings(patch_size=16, video_max_frames=768, video_spread=True, **PIXELS)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +200,8 @@ def test_video_decoding_keeps_memory_flat():
 def _peak_memory(video_bytes: bytes) -> int:
     """By how many bytes more the peak of memory is for 72 frames than for 24."""
     torch.set_num_threads(1)
-    settings = PixelSettings(
-        video_fps=10.0, video_max_frames=72, video_min_pixels=784, video_max_pixels=40_000
-    )
+    areas = {"video_min_pixels": 784, "video_max_pixels": 40_000}
+    settings = PixelSettings(video_fps=10.0, video_max_frames=72, **areas)
     info = VideoInfo(72, 10.0, 720, 1280)
     few = dataclasses.replace(settings, video_max_frames=24)
     video_planes(video_bytes, info, video_grid(info, few), few)  # a third of the frames
