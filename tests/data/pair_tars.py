@@ -20,7 +20,6 @@ SUFFIXES = {"jpeg": "jpg", "exif": "jpg", "grey_jpeg": "jpg"}
 
 
 def pair_members(key: str, number: int, caption: str, *, in_json: bool = False) -> list[tuple[str, bytes]]:
-    """An image and its caption."""
     kind = KINDS[number % len(KINDS)]
     image = encoded(40 + 11 * (number % 7), 60 + 17 * (number % 5), kind, seed=number)
     text = json.dumps({"caption": caption, "url": "u"}).encode() if in_json else caption.encode()

@@ -39,21 +39,16 @@ def hf_model(family: str) -> torch.nn.Module:
 
 def hf_positions(family: str, tokens: torch.Tensor, grids: list[GridTHW], spec) -> torch.Tensor:
     kinds = (tokens == spec.image_token_id).int() + 2 * (tokens == spec.video_token_id).int()
-    by_kind = {k: torch.tensor([[g.t, g.h, g.w] for g in grids if g.kind == k]) for k in ("image", "video")}
+    by_kind = {k: [[g.t, g.h, g.w] for g in grids if g.kind == k] for k in ("image", "video")}
+    sizes = {f"{kind}_grid_thw": torch.tensor(found) for kind, found in by_kind.items() if found}
     extra = {"second_per_grid_ts": torch.tensor([g.second_per_grid for g in grids if g.kind == "video"])}
-    return hf_model(family).get_rope_index(
-        tokens[None],
-        mm_token_type_ids=kinds[None],
-        image_grid_thw=by_kind["image"] if len(by_kind["image"]) else None,
-        video_grid_thw=by_kind["video"] if len(by_kind["video"]) else None,
-        **(extra if family == "qwen2_5_vl" and len(by_kind["video"]) else {}),
-    )[0][:, 0]
+    sizes |= extra if family == "qwen2_5_vl" and by_kind["video"] else {}
+    return hf_model(family).get_rope_index(tokens[None], mm_token_type_ids=kinds[None], **sizes)[0][:, 0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_mrope_positions_equal_get_rope_index(family, case):
-    """Positions of the installed transformers are right for text, images and times in the text alone."""
     spec = spec_of(family)
     sample = sample_of(spec, CASES[case])
     grids = [item.grid_thw for item in sample.media_items]

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,7 @@ from megatron_vl.data.sample.grids import image_grid
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.data.source.dataset_description import METADATA_DIR
-from megatron_vl.data.source.sample_sizes import (
-    SampleSizeCounter,
-    compute_tokenization_id,
-    open_stored_sizes,
-)
+from megatron_vl.data.source.sample_sizes import SampleSizeCounter, compute_tokenization_id, open_stored_sizes
 from megatron_vl.spec.families import FAMILIES, read_spec
 from tests.tiny import TinySizes, tiny_checkpoint
 from toolkit.cli import main
@@ -56,8 +53,11 @@ def written(family: str, objects: Sequence[dict[str, Any]], answer: Any, **turn:
     return SampleObjects(record, [grid], spec.vision).written_messages()[0]
 
 
-def box(*numbers: float, frame: str = "pixels") -> dict[str, Any]:
-    return {"box": list(numbers), "medium": 0, "frame": frame}
+def box(*numbers: float, frame: str = "pixels", medium: int = 0) -> dict[str, Any]:
+    return {"box": list(numbers), "medium": medium, "frame": frame}
+
+
+thousandths = partial(box, frame="thousandths")
 
 
 JSON_ANSWER = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}, {"point_2d": <point>}]'
@@ -111,13 +111,8 @@ def test_objects_are_stored_in_the_order_of_their_markers() -> None:
     record["images"] = ["a.png", "b.png"]
     for written_objects in (objects, json.dumps(objects)):  # text, as tables hold it
         found = read_conversation(record | {"objects": written_objects}).objects
-        assert found == [
-            {"ref": "cat"},
-            {"box": [1000, 2000, 3000, 4000], "medium": 1, "frame": "thousandths"},
-            {"box": [5000, 6000], "medium": 0, "frame": "thousandths"},
-            {"ref": "dog"},
-            {"box": [500, 250], "medium": 1, "frame": "thousandths"},
-        ]
+        boxes = thousandths(1000, 2000, 3000, 4000, medium=1), thousandths(5000, 6000)
+        assert found == [{"ref": "cat"}, *boxes, {"ref": "dog"}, thousandths(500, 250, medium=1)]
 
 
 def test_written_boxes_become_objects() -> None:
@@ -182,7 +177,7 @@ def test_boxes_of_documents_become_objects() -> None:
     caption = {"image": "a.png", "caption": "A <ref-object> at <bbox>."}
     objects = {"ref": ["cat"], "bbox": [[0.1, 0.2, 0.5, 1]], "bbox_type": "norm1"}
     read = read_conversation(caption | {"objects": objects})
-    assert read.objects == [{"ref": "cat"}, box(100, 200, 500, 1000, frame="thousandths")]
+    assert read.objects == [{"ref": "cat"}, thousandths(100, 200, 500, 1000)]
     assert read.document[1]["text"] == caption["caption"] and not read.ignored_keys
     answer = read_conversation(caption | {"objects": objects}, caption_prompt="?")
     assert answer.objects == read.objects and not answer.document
@@ -493,7 +488,6 @@ def test_page_draws_the_boxes_that_the_sample_reads(drawn: Path, tmp_path: Path,
 
 @pytest.mark.slow
 def test_answers_to_a_split_with_boxes_have_an_iou(drawn: Path, tmp_path: Path) -> None:
-    """Of the first sample, the text around its box is the family's."""
     hf, out = tiny_checkpoint("qwen2_vl"), tmp_path / "answers.jsonl"
     config = TrainConfig(data=DataConfig(path=str(drawn)), eval=EvalConfig(split="train", answers=3))
     line = answer_dataset(RepeatsReference(hf, config.data, (4, 4)), config, out)

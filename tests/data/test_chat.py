@@ -53,11 +53,8 @@ MARKED = ("think", "tool_call", "tool_response")
 
 @cache
 def released_tokenizer_folder() -> Path:
-    """A checkpoint folder with Qwen2's released vocabulary and Qwen3.5's tokens for thinking and tools.
-
-    Its merges are recovered from the tiktoken file's ranks, which takes ten seconds, so that they are kept
-    for other processes and runs.
-    """
+    """A checkpoint folder with Qwen2's released vocabulary and Qwen3.5's tokens for thinking and tools. To
+    recover merges from the tiktoken file's ranks takes ten seconds, so that they are kept for later."""
     file = Path(importlib.util.find_spec("dashscope").origin).parent / "resources" / "qwen.tiktoken"
     content = file.read_bytes()
     ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in content.splitlines())}
@@ -132,8 +129,6 @@ SHORT = GridTHW(1, 2, 2, "video", timestamps=(0.05,))
 
 
 def test_timestamps_equal_the_hf_processor():
-    """Compares with Qwen3VLProcessor's own text for each video, inserted by its own code and tokenized
-    as a whole."""
     folder = tiny_checkpoint("qwen3_vl")
     spec = read_spec(folder)
     processor = AutoProcessor.from_pretrained(folder)
@@ -160,13 +155,12 @@ def test_timestamps_equal_the_hf_processor():
 
 SYSTEM_TURN = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 CLIP = GridTHW(3, 4, 6, "video", timestamps=(0.2, 1.0, 12.3))
-SIX = "<|video_pad|>" * 6
-GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time in ("0.2", "1.0", "12.3"))
+PADS = f"<|vision_start|>{'<|video_pad|>' * 6}<|vision_end|>"
+GROUPS = "".join(f"<{time} seconds>{PADS}" for time in CLIP.timestamps)
 
 
 @pytest.mark.slow
 def test_video_prompt_written_by_hand():
-    """Text and positions are checked with the released vocabulary."""
     # There are 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14 + 7.
     # It spans 3 columns, so that its <|vision_end|> is at 24. The second one is seven tokens later (25 to
     # 31), the third one eight (36 to 43: 12 is two). Its <|vision_end|> is at 47, "Who?" at 48 and 49.

@@ -86,21 +86,12 @@ def index_of(shard: Path) -> Path:
     return shard.with_suffix(".tar.idx")
 
 
-def noise(path: Path) -> None:
-    path.write_bytes(random.Random(0).randbytes(path.stat().st_size))
-
-
-def becomes_a_folder(shard: Path) -> None:
-    shard.unlink()
-    shard.mkdir()
-
-
 WHOLE_SHARD = {
     "missing, in a process": (Path.unlink, "shard missing", 2),
     "index missing": (lambda shard: index_of(shard).unlink(), "shard missing", 0),
     "index empty": (lambda shard: index_of(shard).write_bytes(b""), "shard damaged", 0),
-    "noise": (noise, "shard damaged", 0),
-    "a folder": (becomes_a_folder, "shard unreadable", 0),
+    "noise": (lambda shard: shard.write_bytes(np.random.default_rng(0).bytes(9999)), "shard damaged", 0),
+    "a folder": (lambda shard: (shard.unlink(), shard.mkdir()), "shard unreadable", 0),
 }
 
 
@@ -248,7 +239,6 @@ def test_bad_sample_share_stops_a_run():
 
 
 def test_row_choice_is_the_fullest_of_all_subsets():
-    """Compared with all subsets."""
     draw = random.Random(0)
     for _ in range(200):
         sizes = np.array([(draw.randint(1, 40), draw.randint(0, 30)) for _ in range(draw.randint(1, 8))])

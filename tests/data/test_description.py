@@ -97,7 +97,6 @@ def test_missing_split_is_named(folder):
 
 
 def empty_shards(folder: Path, count: int) -> Path:
-    """A data set of empty tars, described as the converter does."""
     folder.mkdir()
     writer = IndexWriter(folder / ".nv-meta")
     for i in range(count):

@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,6 @@ def hf_inputs(folder, record, parts):
 
 
 def hf_grids(hf, record):
-    """The grids that the HF processor made, in the order of the text."""
     seconds = iter(hf.get("second_per_grid_ts", []))
     sizes = {kind: torch.as_tensor(hf.get(f"{kind}_grid_thw", [])) for kind in ("image", "video")}
     grids = {kind: iter(each.tolist()) for kind, each in sizes.items()}
@@ -132,13 +132,10 @@ def pixel_table(row, spec, norm):
 
 
 def same(a, b) -> bool:
-    tensors = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
-    vision = ("planes", "plane_index", "feature_index", "cu_window_seqlens")
-    return (
-        a.sample_keys == b.sample_keys
-        and all(torch.equal(getattr(a, n), getattr(b, n)) for n in tensors)
-        and all(torch.equal(getattr(a.vision, n), getattr(b.vision, n)) for n in vision)
-    )
+    tensors = attrgetter("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
+    vision = attrgetter("planes", "plane_index", "feature_index", "cu_window_seqlens")
+    both = zip(tensors(a) + vision(a.vision), tensors(b) + vision(b.vision), strict=True)
+    return a.sample_keys == b.sample_keys and all(torch.equal(one, other) for one, other in both)
 
 
 @pytest.mark.parametrize(

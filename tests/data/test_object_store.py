@@ -89,10 +89,14 @@ def upload(store, folder: Path, prefix: str) -> None:
             store.upload_file(str(path), BUCKET, f"{prefix}/{path.relative_to(folder)}")
 
 
+def open_rows(path, **changes):
+    hf = tiny_checkpoint("qwen2_5_vl")
+    return build_loader(config(path, **changes), read_spec(hf), hf)
+
+
 def rows(path, count: int, state=None, **changes):
     """The next rows of a data set and the state after them."""
-    folder = tiny_checkpoint("qwen2_5_vl")
-    loader = build_loader(config(path, **changes), read_spec(folder), folder)
+    loader = open_rows(path, **changes)
     if state is not None:
         loader.load_state_dict(state)
     found = list(islice(loader, count))
@@ -133,8 +137,7 @@ def test_object_store_gives_documents_of_the_folder(store, tmp_path):
 
 def test_forked_process_opens_its_own_connections(dataset):
     """The client forgets its connections in a fork, but paths that exist already keep theirs."""
-    folder = tiny_checkpoint("qwen2_5_vl")
-    loader = build_loader(config(STORED), read_spec(folder), folder)
+    loader = open_rows(STORED)
     data = loader._planning_context.datasets[0]
     before = data.path.fs
     multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()
@@ -146,7 +149,6 @@ def test_forked_process_opens_its_own_connections(dataset):
 
 @pytest.fixture
 def requests(monkeypatch):
-    """The files of all ranges that are read, in order."""
     read, names = store_reading._read_bytes, []
 
     def noted(path, start: int, end: int) -> bytes:
@@ -160,9 +162,7 @@ def requests(monkeypatch):
 @pytest.fixture
 def sets(dataset):
     """The data set in the store as Energon knows it, and a reader of the folder."""
-    folder = tiny_checkpoint("qwen2_5_vl")
-    loaders = [build_loader(config(path), read_spec(folder), folder) for path in (dataset, STORED)]
-    local, stored = (loader._planning_context.datasets[0] for loader in loaders)
+    local, stored = (open_rows(path)._planning_context.datasets[0] for path in (dataset, STORED))
     return stored, open_sample_reader(local, bytes)
 
 
@@ -201,7 +201,6 @@ def test_read_ahead_memory_is_bounded(sets, requests, monkeypatch):
 
 
 def test_object_store_request_without_answer_costs_its_samples_alone(dataset, monkeypatch):
-    """The samples of the other shard are still given, and the processes end."""
     read, never = store_reading._read_bytes, threading.Event()
 
     def stalls(path, start: int, end: int) -> bytes:
@@ -244,8 +243,7 @@ def test_object_store_errors_that_are_permanent_are_not_retried(sets, monkeypatc
 
 
 def test_killed_reading_process_ends_the_run(dataset):
-    folder = tiny_checkpoint("qwen2_5_vl")
-    loader = build_loader(config(STORED, num_workers=2), read_spec(folder), folder)
+    loader = open_rows(STORED, num_workers=2)
     next(loader)
     os.kill(loader._rank_rows._store_samples._manager._process.pid, signal.SIGKILL)
     with closing(loader), pytest.raises(LoaderError, match="reads from the object store has ended"):

@@ -51,7 +51,6 @@ def hf() -> Path:
 
 @pytest.fixture(scope="module")
 def tars(tmp_path_factory) -> tuple[Path, list[str]]:
-    """Two tars of 6 pairs, and the captions."""
     folder = tmp_path_factory.mktemp("pairs") / "tars"
     return folder, write_pair_tars(folder, tars=2, pairs=6)
 
@@ -71,7 +70,6 @@ def quarantined(out: Path) -> list[dict[str, str]]:
 
 
 def samples_of(out: Path, hf: Path):
-    """Each sample, read and decoded, in order."""
     (source,) = read_sources(str(out), "train")
     encoder = RowEncoder(DataConfig(path=str(out)), read_spec(hf), hf)
     with closing(SampleReader(source)) as reader:

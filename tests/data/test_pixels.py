@@ -141,7 +141,6 @@ def qwen3_folder(tmp_path):
 )
 @pytest.mark.parametrize("shape", [(70, 100), (20, 300), (400, 31), (64, 64)], ids=str)
 def test_frames_area_and_times_equal_qwen3_vl(qwen3_folder, frames, rate, fps, most, shape):
-    """Frame choice, frame size and times are those of Qwen3VLVideoProcessor and Qwen3VLProcessor."""
     data = DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096)
     settings = read_pixel_settings(qwen3_folder, data)
     processor = Qwen3VLVideoProcessor(**QWEN3_VIDEO, max_frames=most)
@@ -171,15 +170,9 @@ def test_video_pixels_equal_the_hf_video_processor(qwen3_folder, family, most):
     grid = video_grid(info, settings)
     got = settings.norm.normalize_planes(video_planes(data, info, grid, settings))
     got = torch.cat([got, got[-1:].expand(grid.t * 2 - len(got), -1, -1)])
-    out = processor(
-        videos=[torch.stack(list(all_frames(data)))],
-        video_metadata=[VideoMetadata(total_num_frames=23, fps=10.0)],
-        do_sample_frames=True,
-        fps=4.0,
-        return_tensors="pt",
-        **({"max_frames": most} if family == "qwen2" else {}),
-    )
-
+    asked = {"do_sample_frames": True, "fps": 4.0} | ({"max_frames": most} if family == "qwen2" else {})
+    asked |= {"video_metadata": [VideoMetadata(total_num_frames=23, fps=10.0)]}
+    out = processor(videos=[torch.stack(list(all_frames(data)))], return_tensors="pt", **asked)
     assert out["video_grid_thw"][0].tolist() == [grid.t, grid.h, grid.w]
     area = settings.patch_size**2
     expected = out["pixel_values_videos"].view(grid.t, grid.h * grid.w, 3, 2, area)

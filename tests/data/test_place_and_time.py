@@ -106,7 +106,6 @@ def trace(rows: int, answer: str) -> list[Run]:
 
 
 def turns_with_a_box(rows: int, answer: str) -> list[Run]:
-    """Two users' turns, and a box on the image."""
     after = f"{END} What ? {STOP} {START} user Ċ And ? {STOP} {START} assistant Ċ {answer} {STOP}"
     return [(0, [*USER.split(), BEGIN]), Unit(15, rows, 2, "<|image_pad|>"), (15 + rows, after.split())]
 

@@ -130,7 +130,6 @@ GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Processors of Qwen3.5-9B as released."""
     path = tmp_path_factory.mktemp("prompts")
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         shutil.copy(Path(__file__).with_name(f"qwen3_5.{name}"), path / name)

@@ -15,7 +15,6 @@ from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE
 from megatron_vl.data.sample.written_numbers import WrittenNumber, dump_json, read_number
 from tests.data.datasets import converted, open_loader
 from tests.data.helpers import IMAGE, assistant, spec_of, system, text, user
-from tests.data.media import encoded, write
 from tests.data.test_chat import released_tokenizer_folder
 from tests.data.test_thinking import LARGE, LATER, thinking_encoder
 from tests.tiny import tiny_checkpoint
@@ -144,24 +143,6 @@ def test_finished_turns_are_kept(encoders, end) -> None:
     read = read_conversation({"messages": messages})
     assert (read.messages, read.unfinished_turns) == (messages[:kept], left_out)
     assert trained_text(encoders["tools"], read.messages)
-
-
-def test_media_of_unfinished_turns_are_left_out_and_the_turns_counted(tmp_path: Path, capsys) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / f"media/{name}.png", encoded(56, 56))
-    shown, seen = {"type": "image", "image": "b.png"}, user("<image>?")
-    records = [
-        {"images": ["a.png", "b.png"], "messages": [seen, SAY, seen]},
-        {"messages": [ASK, call(), {"role": "tool", "content": [shown]}]},
-        {"messages": [ASK]},
-    ]
-    (tmp_path / "in.json").write_text(json.dumps(records))
-    words = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "media"), "--workers", "1"]
-    assert main(["data", "convert", *words, "--out", str(tmp_path / "out")]) == 3
-    assert "2 turns after the last answer of their conversation are left out" in capsys.readouterr().out
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    assert (report["samples"], report["images"], report["unfinished_turns"]) == (2, 1, 2)
-    assert list(report["refused"].values()) == [{"no assistant turn": 1}]
 
 
 # --- Digits of arguments ------------------------------------------------------------------------------------

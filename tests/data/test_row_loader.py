@@ -37,15 +37,13 @@ from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, read_description
 from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.location import LoaderError
-from megatron_vl.data.source.sample_sizes import (
-    find_datasets_without_sizes,
-    open_stored_sizes,
-)
+from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes, open_stored_sizes
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.hf_folder import compute_tokenizer_digest
 from megatron_vl.spec.positions import GridTHW
 from megatron_vl.training.rows.row_message import serialize_row
+from tests.security.payload import edit
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
@@ -75,20 +73,16 @@ def nothing_is_decoded(monkeypatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
+def dataset(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("planned")
     records = mixed_records(folder / "media", COUNT)
     frames = ["images/0.img", "images/35.img"] * 2
     records[3]["video"] = [frames]  # taken whole
     records[1]["conversations"][0]["value"] = "long " * 400  # cannot be used, which is counted once an epoch
-    return converted(folder, records, samples_per_shard=7, val_fraction=0.1)[0]
-
-
-@pytest.fixture(scope="module")
-def dataset(plain) -> Path:
-    (found,) = index_datasets(data_config(plain), read_spec(hf()), hf(), num_workers=2)
+    path, _ = converted(folder, records, samples_per_shard=7, val_fraction=0.1)
+    (found,) = index_datasets(data_config(path), read_spec(hf()), hf(), num_workers=2)
     assert (found.samples, found.unusable) == (COUNT, 0)
-    return plain
+    return path
 
 
 @pytest.fixture
@@ -98,7 +92,6 @@ def folder(dataset, tmp_path) -> Path:
 
 
 def stored_sizes(path: Path) -> dict[str, bytes]:
-    """The files of a data set's sizes."""
     return {file.name: file.read_bytes() for file in (path / METADATA_DIR / SIZES_DIR).glob("*/*")}
 
 
@@ -158,7 +151,6 @@ def flat(rows: list[list[str]]) -> list[str]:
 
 
 def test_resume_on_other_ranks_and_workers_takes_the_same_samples(dataset, monkeypatch):
-    """On 4, 2, 3, 1 and 4 ranks and with processes: the same samples in the same steps."""
     whole = list(moved(dataset, [(4, 0, 7)]))
     places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (1, 3, 1), (4, 0, 2)]
     got = list(moved(dataset, places))
@@ -171,7 +163,7 @@ def test_resume_on_other_ranks_and_workers_takes_the_same_samples(dataset, monke
     assert loader.count_passes(10_000) == pytest.approx(passes / 7 * 10_000, rel=0.05)
     seen = Counter(key for rows, _ in whole for keys in rows for key in keys)
     assert len(seen) == count - 1
-    # Samples of several passes wait at once. test_changed_blend.py tests that each is drawn once a pass.
+    # Samples of several passes wait at once. test_blend.py tests that each is drawn once a pass.
     assert max(seen.values()) - min(seen.values()) <= 3
     assert sum((Counter(dropped) for _, dropped in whole), Counter())["longer than seq_len"] >= 2
 
@@ -302,30 +294,24 @@ def test_resume_rejects_states_of_other_settings(dataset):
 
 def permute_tokens(folder: Path) -> None:
     """Another tokenizer of the same size: 256 tokens have each other's ids, and the words are the same."""
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    ids = sorted(vocabulary.values())[:256]
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    ids = sorted(model["vocab"].values())[:256]
     new_ids = dict(zip(ids, reversed(ids), strict=True))
-    tokenizer["model"]["vocab"] = {token: new_ids.get(number, number) for token, number in vocabulary.items()}
-    path.write_text(json.dumps(tokenizer))
+    vocabulary = {token: new_ids.get(number, number) for token, number in model["vocab"].items()}
+    edit(folder / "tokenizer.json", model=model | {"vocab": vocabulary})
 
 
-def change_processor(**fields: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "preprocessor_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-    return change
+def processor(**fields: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder / "preprocessor_config.json", **fields)
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (permute_tokens, "saved with tokenizer = '.* give the tokenizer that"),
-        (change_processor(image_mean=[0.5] * 3), "saved with processor.norm = .* give the files of the"),
-        (change_processor(min_frames=6), "saved with processor.video_min_frames = 4, this loader has 6"),
-        (change_processor(patch_size=16), r"\(16, 2, 2\) in the image processor, \(14, 2, 2\) in config"),
+        (processor(image_mean=[0.5] * 3), "saved with processor.norm = .* give the files of the"),
+        (processor(min_frames=6), "saved with processor.video_min_frames = 4, this loader has 6"),
+        (processor(patch_size=16), r"\(16, 2, 2\) in the image processor, \(14, 2, 2\) in config"),
     ],
 )
 def test_resume_rejects_another_tokenizer_or_processor(dataset, tmp_path, change, named):
@@ -340,7 +326,6 @@ def test_resume_rejects_another_tokenizer_or_processor(dataset, tmp_path, change
 
 
 def test_tokenizer_digest_ignores_how_files_are_written(tmp_path):
-    """Its digest is that of what it does."""
     shutil.copytree(hf(), other := tmp_path / "hf")
     fields = json.loads((other / "tokenizer.json").read_text())
     model = fields["model"]
@@ -412,7 +397,7 @@ def test_sizes_of_other_content_are_refused(folder):
     """As on a node whose copy of the data set has other sizes than the one that rank 0 looked at."""
     facts = read_description(folder).split_facts("train")
     [path] = (folder / METADATA_DIR / SIZES_DIR).glob("*/shards.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"content": "another"}))
+    edit(path, content="another")
     with pytest.raises(
         LoaderError, match=f"{path.parent.name} is of the content 'another', and the run reads '"
     ):

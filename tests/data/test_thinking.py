@@ -115,11 +115,8 @@ def test_tokens_and_loss_written_by_hand(model, name) -> None:
 
 # The end of the prompt: 9B and 3.6 think unless told otherwise, 0.8B thinks only if asked to.
 OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
-REQUESTED = {
-    **{(model, think): OPENED for model in (LARGE, LATER) for think in (None, True)},
-    **{(model, False): CLOSED for model in (LARGE, LATER)},
-    **{(SMALL, think): OPENED if think else CLOSED for think in (None, True, False)},
-}
+REQUESTED = {(model, think): OPENED for model in (LARGE, LATER, SMALL) for think in (None, True, False)}
+REQUESTED |= {(LARGE, False): CLOSED, (LATER, False): CLOSED, (SMALL, None): CLOSED, (SMALL, False): CLOSED}
 EARLIER = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
 """The first answer, without what it thought."""
 ASKED = "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"

@@ -161,7 +161,6 @@ def run_fields(folder: Path, tmp_path: Path) -> list[str]:
 
 
 def start(folder: Path, tmp_path: Path, tp: int = 1):
-    """What a start asks for first."""
     return resolve_run(parse_config([*run_fields(folder, tmp_path), "--parallel.tp", str(tp)]), tp)
 
 
