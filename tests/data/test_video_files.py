@@ -4,13 +4,10 @@ Each frame says its own number: eight squares, black or white, are its binary di
 checked by what the image shows, not by what another decoder says.
 """
 
-import dataclasses
 import io
-import multiprocessing
 import random
-import resource
+import weakref
 import zipfile
-from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -176,25 +173,21 @@ def test_hour_of_video_worked_out_by_hand(settings, first, last, times):
         assert grid.second_per_grid == times
 
 
-def test_video_decoding_keeps_memory_flat():
-    """72 frames of 720 x 1280 take 199 MB. The patches to which they shrink take 9 MB."""
-    data = video_of([np.zeros((720, 1280, 3), np.uint8)] * 72)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as process:
-        assert process.submit(_peak_memory, data).result(60) < 60e6
+def test_video_decoding_keeps_memory_flat(monkeypatch):
+    """Frames of stored size are large: at most those of two resizes and the next one are there at a time."""
+    real, living, counts = videos.iterate_frames, weakref.WeakSet(), []
 
+    def counted(*arguments):
+        for frame in real(*arguments):
+            living.add(frame)
+            counts.append(len(living))
+            yield frame
 
-def _peak_memory(video_bytes: bytes) -> int:
-    """By how many bytes more the peak of memory is for 72 frames than for 24."""
-    torch.set_num_threads(1)
-    areas = {"video_min_pixels": 784, "video_max_pixels": 40_000}
-    settings = PixelSettings(video_fps=10.0, video_max_frames=72, **areas)
-    info = VideoInfo(72, 10.0, 720, 1280)
-    few = dataclasses.replace(settings, video_max_frames=24)
-    video_planes(video_bytes, info, video_grid(info, few), few)  # a third of the frames
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    planes = video_planes(video_bytes, info, video_grid(info, settings), settings)
-    assert len(planes) == 72
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    monkeypatch.setattr(videos, "iterate_frames", counted)
+    data, info = written("mp4", "libx264", 72), VideoInfo(72, 10.0, SIDE, SIDE)
+    settings = PixelSettings(video_fps=10.0, video_max_frames=72)
+    assert len(video_planes(data, info, video_grid(info, settings), settings)) == len(counts) == 72
+    assert max(counts) <= 2 * videos.FRAMES_PER_RESIZE + 1
 
 
 def test_gif_is_decoded_from_its_start(monkeypatch):
