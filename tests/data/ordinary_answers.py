@@ -36,14 +36,10 @@ TEXTS = [
     "im_end, <|im_end >, < |im_start|>, |im_end|, <|IM_END|>, endoftext",
     "same same same same",
 ]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": 'Looks up <things> | "quoted" हिन्दी.',
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "number"}}},
-    },
-}
+FIELDS = {"q": {"type": "string"}, "n": {"type": "number"}}
+FUNCTION = {"name": "look_up", "parameters": {"type": "object", "properties": FIELDS}}
+FUNCTION["description"] = 'Looks up <things> | "quoted" हिन्दी.'
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 def ordinary_records(count: int, seed: int = 0) -> list[dict[str, Any]]:

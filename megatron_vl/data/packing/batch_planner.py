@@ -169,8 +169,11 @@ class BatchPlanner:
         row_of_unusable = np.arange(unusable.shape[1]) % self.rows_per_step
         samples = np.concatenate([np.compress(is_taken, waiting, axis=1), unusable], axis=1)
         row_of_sample = np.concatenate([row_of_sample[is_taken], row_of_unusable])
-        sample_table = np.concatenate([samples[[0, 2, 3, 4]], samples[1:2] >> PART_SHIFT])
-        return PlannedBatch(sample_table, row_of_sample, self.rows_per_step)
+        return PlannedBatch(
+            np.concatenate([samples[[0, 2, 3, 4]], samples[1:2] >> PART_SHIFT]),
+            row_of_sample,
+            self.rows_per_step,
+        )
 
     def _draw_samples(self) -> Integers:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
