@@ -141,8 +141,7 @@ def validation_rows(
         if waiting := row_encoder.usable_samples(waiting):
             chosen = choose_row_samples([one.token_and_patch_count for one in waiting], *limits)
             yield row_encoder.make_row([waiting[i] for i in chosen])
-            chosen_numbers = set(chosen)
-            waiting = [one for i, one in enumerate(waiting) if i not in chosen_numbers]
+            waiting = [waiting[i] for i in sorted({*range(len(waiting))}.difference(chosen))]
         waiting_tokens = sum(len(one.token_ids) for one in waiting)
 
     waiting = row_encoder.usable_samples(waiting)

@@ -153,8 +153,9 @@ class PlannedSteps(IterableDataset[PlannedStep]):
         planner = self.planning_context.make_planner()
         while not planner.is_at_end:
             # Every rank plans the whole batch and takes its rows of it, so that no rank waits for another.
-            batch = planner.next_batch().assign_to_ranks(self.num_ranks)
-            rows = batch.rows_of_rank(self.rank, self.num_ranks)
+            rows = (
+                planner.next_batch().assign_to_ranks(self.num_ranks).rows_of_rank(self.rank, self.num_ranks)
+            )
             self.expect([(sample.source, sample.index) for row in rows for sample in row])
             yield rows, None if self.rank else planner.planner_state()
 
@@ -203,8 +204,9 @@ def dump_row(row: TrainingRow) -> bytes:
     arrays: list[pickle.PickleBuffer] = []
     _RowPickler(stream, protocol=5, buffer_callback=arrays.append).dump(row)
     pieces = [array.raw() for array in arrays]
-    aligned = (-(-piece.nbytes // ALIGNMENT) * ALIGNMENT for piece in pieces)
-    *starts, end = itertools.accumulate(aligned, initial=0)
+    *starts, end = itertools.accumulate(
+        (-(-piece.nbytes // ALIGNMENT) * ALIGNMENT for piece in pieces), initial=0
+    )
     bounds = [(start, start + piece.nbytes) for start, piece in zip(starts, pieces, strict=True)]
     shared = torch.empty(end, dtype=torch.uint8).share_memory_()
     memory = memoryview(shared.numpy())
@@ -319,9 +321,11 @@ class PlannedRankRows:
         """The states after the steps that are not taken yet."""
         drawn_sources = sum(source.sample_share > 0 for source in planning_context.blend_sources)
         block_count = drawn_sources * (LANES if planning_context.row_encoder.data_config.shuffle else 1)
-        datasets = planning_context.datasets
-        read_ahead = ReadAhead(datasets, SHUFFLE_BLOCK, block_count, num_ranks)
-        self._store_samples = StoreSamples(datasets, read_ahead, has_processes=worker_count > 0)
+        self._store_samples = StoreSamples(
+            planning_context.datasets,
+            ReadAhead(planning_context.datasets, SHUFFLE_BLOCK, block_count, num_ranks),
+            has_processes=worker_count > 0,
+        )
         planned_steps = PlannedSteps(planning_context, rank, num_ranks, self._store_samples.expect)
         # A single process plans, because the next plan begins where the last one ends.
         self._rows: Any = None
@@ -330,8 +334,12 @@ class PlannedRankRows:
             # A step takes all of its rows at once. With fewer made ahead, it waited for the others: 300 ms of
             # each 3.5 s of a 3B, 8 rows of 8192 tokens a step on one H200.
             prefetched = max(PREFETCHED, -(-self.rows_per_rank // max(worker_count, 1)))
-            row_dataset = RowDataset(planning_context, self._store_samples.take)
-            self._rows = start_loader(row_dataset, self._samples_of_rows(), worker_count, prefetched)
+            self._rows = start_loader(
+                RowDataset(planning_context, self._store_samples.take),
+                self._samples_of_rows(),
+                worker_count,
+                prefetched,
+            )
         except BaseException:
             self.close()
             raise

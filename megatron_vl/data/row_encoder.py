@@ -334,8 +334,10 @@ class RowEncoder:
         pad_token = self.chat_encoder.pad_token_id
         pad_token = padding_token(self.spec) if pad_token is None else pad_token
         padding = TokenizedSample(torch.tensor([pad_token]), torch.zeros(1, dtype=torch.bool))
-        ready_samples = [self.postencode_sample(sample) for sample in usable] or [padding]
-        row = pack_row(ready_samples, self.spec, self.data_config.seq_len, pad_token)
+        row = pack_row(
+            [self.postencode_sample(sample) for sample in usable] or [padding],
+            *(self.spec, self.data_config.seq_len, pad_token),
+        )
         row.sample_keys = [sample.key for sample in usable]
         if self.source_names:
             row.source_indices = [sample.source_index for sample in usable] or [source_index]

@@ -84,8 +84,10 @@ class RowLoader:
         try:
             # Processes start with the first row, because a state may be loaded before it.
             if self._rank_rows is None:
-                place = (self._dp_rank, self._dp, self._data_config.num_workers, self._start_row)
-                self._rank_rows = PlannedRankRows(self._planning_context, *place)
+                self._rank_rows = PlannedRankRows(
+                    self._planning_context,
+                    *(self._dp_rank, self._dp, self._data_config.num_workers, self._start_row),
+                )
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
             raise LoaderError(_without_traceback(str(error))) from error
@@ -215,9 +217,12 @@ class RowLoader:
 
     def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
         saved_identity = saved_state.get("identity", {})
-        versions = (saved_identity.get("version"), self._identity["version"])
-        advice = "resume with the program that saved it"
-        check_format_version("the loader state", *versions, advice, LoaderStateError)
+        check_format_version(
+            "the loader state",
+            *(saved_identity.get("version"), self._identity["version"]),
+            "resume with the program that saved it",
+            LoaderStateError,
+        )
 
         for field_name, current_value in self._identity.items():
             if field_name in NEW_FIELDS and field_name not in saved_identity:

@@ -192,8 +192,9 @@ def fill_rows[Sample: Sized](samples: Iterable[Sample], seq_len: int) -> Iterato
 def image_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> ChosenSample:
     """One image with a question and its answer. Each has at most half of a row."""
     merge_size = spec.vision.spatial_merge_size
-    merged_pixels = spec.vision.patch_size * merge_size
-    columns, rows = (max(1, round(n / merged_pixels)) for n in rng.choice(IMAGE_SIZES))
+    columns, rows = (
+        max(1, round(n / (spec.vision.patch_size * merge_size))) for n in rng.choice(IMAGE_SIZES)
+    )
     half_row = max(1, seq_len // 2 - 2)
     while columns * rows > half_row:
         columns, rows = (columns + 1) // 2, (rows + 1) // 2
@@ -226,9 +227,10 @@ def text_sample(spec: ModelSpec, rng: random.Random, seq_len: int) -> ChosenSamp
 
 def random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
     """Draws tokens below all special ones."""
-    special_ids = (spec.image_token_id, spec.video_token_id)
-    marker_ids = (spec.vision_start_token_id, spec.vision_end_token_id)
-    end = min(*special_ids, *marker_ids, spec.language.vocab_size)
+    end = min(
+        *(spec.image_token_id, spec.video_token_id, spec.vision_start_token_id, spec.vision_end_token_id),
+        spec.language.vocab_size,
+    )
     return torch.randint(0, end, (token_count,), generator=generator)
 
 
@@ -236,8 +238,7 @@ def random_medium(
     spec: ModelSpec, media_kind: str, grid_size: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[torch.Tensor, MediaItem]:
     """Returns the tokens of an image or a video with random pixels, and the medium itself."""
-    vision_spec = spec.vision
-    t, h, w = grid_size
+    vision_spec, (t, h, w) = spec.vision, grid_size
     media_grid = GridTHW(t, h, w, kind=media_kind, second_per_grid=SECONDS_PER_GRID)  # type: ignore[arg-type]
     frame_count = t * vision_spec.temporal_patch_size if media_kind == "video" else 1
     pixel_planes = torch.randint(

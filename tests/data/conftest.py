@@ -13,7 +13,6 @@ from .mixtures import talk, write
 
 @pytest.fixture(autouse=True)
 def small_packing_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sets of these tests are small too."""
     monkeypatch.setattr(planned_rows, "PACKING_BUFFER", 4)
 
 

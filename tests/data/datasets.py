@@ -22,6 +22,11 @@ def turns(words: int) -> list[dict[str, str]]:
     return [{"from": "human", "value": "x " * words}, {"from": "gpt", "value": "y"}]
 
 
+def asked(number: int, *questions: str) -> list[dict[str, str]]:
+    answer = {"from": "gpt", "value": f"Answer number {number}."}
+    return [turn for text in questions for turn in ({"from": "human", "value": text}, answer)]
+
+
 def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
     """Conversations of every kind in turn: one image, text only, two images, a video, OpenAI parts with
     all of them."""
@@ -31,11 +36,6 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
         write(root / "clips/a.mp4", video(12, 56, 84))
         one = f"images/{i}.img"
         two = "images/0.img"
-        answer = {"from": "gpt", "value": f"Answer number {i}."}
-
-        def asked(*questions: str, answer: dict[str, str] = answer) -> list[dict[str, str]]:
-            return [turn for text in questions for turn in ({"from": "human", "value": text}, answer)]
-
         parts = [
             {"type": "text", "text": "Compare "},
             {"type": "video", "video": "clips/a.mp4"},
@@ -43,10 +43,10 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
         ]
         both = {"role": "assistant", "content": f"Both show {i}."}
         kinds: list[dict[str, Any]] = [
-            {"image": one, "conversations": asked("<image>\nWhat is this?")},
-            {"conversations": asked(f"Say {i}"), "system": "Be brief."},
-            {"images": [one, two], "conversations": asked("First <image> then <image>?", "And?")},
-            {"video": ["clips/a.mp4"], "conversations": asked("<video>Describe.")},
+            {"image": one, "conversations": asked(i, "<image>\nWhat is this?")},
+            {"conversations": asked(i, f"Say {i}"), "system": "Be brief."},
+            {"images": [one, two], "conversations": asked(i, "First <image> then <image>?", "And?")},
+            {"video": ["clips/a.mp4"], "conversations": asked(i, "<video>Describe.")},
             {"messages": [{"role": "user", "content": parts}, both]},
         ]
         records.append(kinds[i % 5])
@@ -58,9 +58,8 @@ def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, D
     """Runs the data tool on ``records``, whose media are in ``folder/media``."""
     (folder / "in.json").write_text(json.dumps(records))
     (folder / "media").mkdir(exist_ok=True)
-    report = convert_dataset(
-        [folder / "in.json"], ConversionOptions(folder / "media", folder / "out", **options)
-    )
+    conversion = ConversionOptions(folder / "media", folder / "out", **options)
+    report = convert_dataset([folder / "in.json"], conversion)
     return folder / "out", report
 
 

@@ -1,50 +1,55 @@
 """Shared parts of the data tests: specs of the families, and media of any grid."""
 
+import json
+from typing import Any
+
 import numpy as np
 import torch
 
+from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.chat import ChatEncoder
 from megatron_vl.data.sample.thinking import EMPTY_THINK_BLOCK, first_trained_character
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
+from tests.conftest import REPOSITORY
+from tests.tiny import tiny_checkpoint
 
-VOCAB = 151_700
+IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 
 
-TOKENS = {
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-}
-TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
-TEXT |= {"num_key_value_heads": 2, "vocab_size": VOCAB, "bos_token_id": 151643, "eos_token_id": 151645}
-TEXT |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 10000.0}
-VISION = {"depth": 2, "num_heads": 2, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
-VISION |= {"in_chans": 3}
+def text(content: str) -> dict[str, str]:
+    return {"type": "text", "text": content}
+
+
+def system(content: Any) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
+def tiny_encoder(family: str, **data: Any) -> ChatEncoder:
+    folder = tiny_checkpoint(family)
+    return ChatEncoder(folder, read_spec(folder), DataConfig(**data))
+
+
+RELEASED = {"qwen2_vl": "Qwen2-VL-7B-Instruct", "qwen2_5_vl": "Qwen2.5-VL-7B-Instruct"}
+RELEASED |= {"qwen3_vl": "Qwen3-VL-8B-Instruct", "qwen3_5": "Qwen3.5-9B"}
+TOKENS = {"image_token_id": 151655, "video_token_id": 151656}
+TOKENS |= {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 
 
 def hf_config(family: str) -> dict:
-    """A small HF config of a family, with the real special tokens, patch size and windows."""
-    common = {"model_type": family, **TOKENS, "tie_word_embeddings": False}
-    if family == "qwen2_vl":
-        vision = VISION | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 4}
-        return common | TEXT | {"vision_config": vision}
-    vision = VISION | {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 20}
-    if family == "qwen2_5_vl":
-        vision |= {"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
-        return common | TEXT | {"vision_config": vision}
-
-    vision |= {"patch_size": 16, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 1]}
-    rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
-    text = TEXT | {"rope_scaling": rope, "head_dim": 8}
-    if family == "qwen3_5":
-        vision["deepstack_visual_indexes"] = []
-        rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-        text |= {"head_dim": 32, "rope_parameters": rope | text.pop("rope_scaling")}
-        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-    return common | {"text_config": text, "vision_config": vision}
+    """A released config, with the special tokens of Qwen2's vocabulary."""
+    config = json.loads((REPOSITORY / f"tests/hf_configs/{RELEASED[family]}.json").read_text()) | TOKENS
+    config.get("text_config", {}).setdefault("bos_token_id", 151643)
+    return config
 
 
 def spec_of(family: str) -> ModelSpec:
@@ -119,9 +124,8 @@ def spans_one_by_one(
         if not ours.template_writes_thinking:
             before = ours.render_conversation(messages[:i], tools=tools) if i else ""
             after = ours.render_conversation(messages[: i + 1], tools=tools)
-            header = ours.render_conversation(messages[: i + 1], generation_prompt=True, tools=tools)[
-                len(after) :
-            ]
+            prompt = ours.render_conversation(messages[: i + 1], generation_prompt=True, tools=tools)
+            header = prompt[len(after) :]
             start = after.find(header, len(before))
             assert text.startswith(after) and after.startswith(before) and header and start >= 0
             spans.append((start + len(header), len(after.rstrip())))

@@ -2,9 +2,11 @@
 
 import io
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import av
 import numpy as np
 import torch
 from PIL import Image
@@ -17,46 +19,36 @@ def image(height: int, width: int, seed: int = 0, channels: int = 3) -> np.ndarr
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
     waves = [127 + 100 * np.sin(x / (5 + 3 * c + seed) + y / (11 - 2 * c)) for c in range(channels)]
-    return np.clip(np.stack(waves, -1) + rng.normal(0, 12, (height, width, channels)), 0, 255).astype(
-        np.uint8
-    )
+    noisy = np.stack(waves, -1) + rng.normal(0, 12, (height, width, channels))
+    return np.clip(noisy, 0, 255).astype(np.uint8)
+
+
+JPEG = {"format": "JPEG", "quality": 90}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "png": ("RGB", {"format": "PNG"}),
+    "webp": ("RGB", {"format": "WEBP", "lossless": True}),
+    "jpeg": ("RGB", JPEG | {"subsampling": 0}),
+    "jpeg420": ("RGB", JPEG | {"subsampling": 2}),
+    "progressive": ("RGB", JPEG | {"subsampling": 0, "progressive": True}),
+    "exif": ("RGB", JPEG | {"exif": Image.Exif()}),
+    "cmyk": ("CMYK", JPEG),
+    "grey_jpeg": ("L", {"format": "JPEG"}),
+    **{kind: (mode, {"format": "PNG"}) for kind, mode in (("grey", "L"), ("palette", "P"), ("bilevel", "1"))},
+    **{kind: ("", {"format": "PNG"}) for kind in ("rgba", "grey16")},
+}
+"""The mode of each kind of file, and how it is saved."""
+FORMS["exif"][1]["exif"][0x0112] = 6
 
 
 def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
-    """An image file of one of the kinds below."""
-    rgb = Image.fromarray(image(height, width, seed))
-    out = io.BytesIO()
-    if kind in ("png", "webp"):
-        rgb.save(out, kind.upper(), **({"lossless": True} if kind == "webp" else {}))
-    elif kind in ("jpeg", "jpeg420", "progressive"):
-        rgb.save(
-            out,
-            "JPEG",
-            quality=90,
-            subsampling=2 if kind == "jpeg420" else 0,
-            progressive=kind == "progressive",
-        )
-    elif kind == "grey":
-        rgb.convert("L").save(out, "PNG")
-    elif kind == "grey_jpeg":
-        rgb.convert("L").save(out, "JPEG")
-    elif kind == "rgba":
-        Image.fromarray(image(height, width, seed, channels=4), "RGBA").save(out, "PNG")
-    elif kind == "palette":
-        rgb.quantize(64).save(out, "PNG")
-    elif kind == "cmyk":
-        rgb.convert("CMYK").save(out, "JPEG", quality=90)
-    elif kind == "exif":
-        exif = Image.Exif()
-        exif[0x0112] = 6
-        rgb.save(out, "JPEG", quality=90, exif=exif)
-    elif kind == "grey16":
-        Image.fromarray(image(height, width, seed, 1)[..., 0].astype(np.uint16) * 257).save(out, "PNG")
-    elif kind == "bilevel":
-        rgb.convert("1").save(out, "PNG")
-    else:
-        raise ValueError(kind)
-
+    """An image file of one of the kinds above."""
+    mode, options = FORMS[kind]
+    channels = {"rgba": 4, "grey16": 1}.get(kind, 3)
+    values, out = image(height, width, seed, channels), io.BytesIO()
+    shown = Image.fromarray(values[..., 0].astype(np.uint16) * 257 if kind == "grey16" else values)
+    if mode:
+        shown = shown.quantize(64) if mode == "P" else shown.convert(mode)
+    shown.save(out, **options)
     return out.getvalue()
 
 
@@ -76,8 +68,6 @@ def video_of(
     **options: str,
 ) -> bytes:
     """A video file of images, uint8 [height, width, 3]; ``options`` are those of the container."""
-    import av
-
     with tempfile.NamedTemporaryFile() as file:  # to put a table first, FFmpeg reads the file again
         with av.open(file.name, "w", format=form, options=options) as container:
             stream = container.add_stream(codec, rate=rate, options=stream_options or {})
@@ -87,6 +77,13 @@ def video_of(
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
             container.mux(stream.encode())
         return file.read()
+
+
+def all_frames(data: bytes) -> Iterator[torch.Tensor]:
+    """uint8 [3, height, width] each"""
+    with av.open(io.BytesIO(data)) as container:
+        for frame in container.decode(video=0):
+            yield torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)
 
 
 def reader_without_memory(num_reads: int) -> type[io.BytesIO]:

@@ -27,9 +27,7 @@ TEXTS = [
     "<thinking>not the tag</thinking> <think_more> think> </ think>",
     "The tag <think> opens the block.",
     "{{ messages }} {% for x in y %} {# note #} %} }}",
-    "Yes",
-    "0",
-    ".",
+    *("Yes", "0", "."),
     "a\r\nb\rc\x0bd\x0ce\u2028f\u2029g",
     "tab\tseparated\tvalues\n1\t2\t3",
     "'single' \"double\" `back` “curly” ‘quotes’ …",
@@ -38,14 +36,10 @@ TEXTS = [
     "im_end, <|im_end >, < |im_start|>, |im_end|, <|IM_END|>, endoftext",
     "same same same same",
 ]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": 'Looks up <things> | "quoted" हिन्दी.',
-        "parameters": {"type": "object", "properties": {"q": {"type": "string"}, "n": {"type": "number"}}},
-    },
-}
+FIELDS = {"q": {"type": "string"}, "n": {"type": "number"}}
+FUNCTION = {"name": "look_up", "parameters": {"type": "object", "properties": FIELDS}}
+FUNCTION["description"] = 'Looks up <things> | "quoted" हिन्दी.'
+TOOL = {"type": "function", "function": FUNCTION}
 
 
 def ordinary_records(count: int, seed: int = 0) -> list[dict[str, Any]]:

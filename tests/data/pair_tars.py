@@ -20,7 +20,6 @@ SUFFIXES = {"jpeg": "jpg", "exif": "jpg", "grey_jpeg": "jpg"}
 
 
 def pair_members(key: str, number: int, caption: str, *, in_json: bool = False) -> list[tuple[str, bytes]]:
-    """An image and its caption."""
     kind = KINDS[number % len(KINDS)]
     image = encoded(40 + 11 * (number % 7), 60 + 17 * (number % 5), kind, seed=number)
     text = json.dumps({"caption": caption, "url": "u"}).encode() if in_json else caption.encode()
@@ -37,12 +36,21 @@ def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
     return samples
 
 
-def write_tar(path: Path, members: Iterable[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=form) as tar_file:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar_file.addfile(info, io.BytesIO(content))
+def write_tar(
+    path: Path,
+    members: Iterable[tuple[str, bytes] | tarfile.TarInfo],
+    form: int = tarfile.PAX_FORMAT,
+    mode: str = "w",
+) -> Path:
+    """Writes files, given as names and contents, and members without content; the mode "a" adds them."""
+    with tarfile.open(path, mode, format=form) as tar_file:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                tar_file.addfile(member)
+                continue
+            info = tarfile.TarInfo(member[0])
+            info.size = len(member[1])
+            tar_file.addfile(info, io.BytesIO(member[1]))
     return path
 
 

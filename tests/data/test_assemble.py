@@ -1,6 +1,7 @@
-"""Compares positions and packed rows with transformers' own functions."""
+"""Compares positions and packed rows with transformers' own functions; which tokens get logits."""
 
 from functools import cache
+from itertools import accumulate
 
 import pytest
 import torch
@@ -12,27 +13,20 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from megatron_vl.data.packing.assemble_row import PackingError, pack_row
+from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE, loss_index
 from megatron_vl.spec.positions import GridTHW, PositionError, mrope_positions, patch_positions, window_order
 
 from .helpers import hf_config, positions_one_by_one, sample_of, spec_of
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 MODELS = dict(zip(FAMILIES, (Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel, Qwen3_5Model), strict=True))
-CASES = {
+SLOW_AND_LARGE = [GridTHW(2, 4, 4, "video", 3.0), GridTHW(1, 20, 22)]
+CASES: dict[str, list[int | GridTHW]] = {
     "text": [17],
     "image first and last": [GridTHW(1, 4, 4), GridTHW(1, 2, 6)],
     "slow video": [3, GridTHW(4, 4, 4, "video", 2.9), 6],
     "fast video": [3, GridTHW(4, 4, 6, "video", 0.5), 6],
-    "mixed": [
-        2,
-        GridTHW(2, 4, 6, "video", 1.5),
-        3,
-        GridTHW(1, 6, 4),
-        1,
-        GridTHW(2, 4, 4, "video", 3.0),
-        GridTHW(1, 20, 22),
-        7,
-    ],
+    "mixed": [2, GridTHW(2, 4, 6, "video", 1.5), 3, GridTHW(1, 6, 4), 1, *SLOW_AND_LARGE, 7],
 }
 
 
@@ -45,21 +39,16 @@ def hf_model(family: str) -> torch.nn.Module:
 
 def hf_positions(family: str, tokens: torch.Tensor, grids: list[GridTHW], spec) -> torch.Tensor:
     kinds = (tokens == spec.image_token_id).int() + 2 * (tokens == spec.video_token_id).int()
-    by_kind = {k: torch.tensor([[g.t, g.h, g.w] for g in grids if g.kind == k]) for k in ("image", "video")}
+    by_kind = {k: [[g.t, g.h, g.w] for g in grids if g.kind == k] for k in ("image", "video")}
+    sizes = {f"{kind}_grid_thw": torch.tensor(found) for kind, found in by_kind.items() if found}
     extra = {"second_per_grid_ts": torch.tensor([g.second_per_grid for g in grids if g.kind == "video"])}
-    return hf_model(family).get_rope_index(
-        tokens[None],
-        mm_token_type_ids=kinds[None],
-        image_grid_thw=by_kind["image"] if len(by_kind["image"]) else None,
-        video_grid_thw=by_kind["video"] if len(by_kind["video"]) else None,
-        **(extra if family == "qwen2_5_vl" and len(by_kind["video"]) else {}),
-    )[0][:, 0]
+    sizes |= extra if family == "qwen2_5_vl" and by_kind["video"] else {}
+    return hf_model(family).get_rope_index(tokens[None], mm_token_type_ids=kinds[None], **sizes)[0][:, 0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
 def test_mrope_positions_equal_get_rope_index(family, case):
-    """Positions of the installed transformers are right for text, images and times in the text alone."""
     spec = spec_of(family)
     sample = sample_of(spec, CASES[case])
     grids = [item.grid_thw for item in sample.media_items]
@@ -73,14 +62,8 @@ def test_mrope_positions_equal_get_rope_index(family, case):
         assert torch.equal(ours, theirs)
 
 
-GRIDS = [
-    GridTHW(1, 8, 8),
-    GridTHW(1, 2, 2),
-    GridTHW(3, 10, 14, "video"),
-    GridTHW(1, 16, 24),
-    GridTHW(1, 18, 34),
-    GridTHW(2, 6, 40, "video"),
-]
+GRIDS = [GridTHW(1, *sides) for sides in ((8, 8), (2, 2), (16, 24), (18, 34))]
+GRIDS += [GridTHW(3, 10, 14, "video"), GridTHW(2, 6, 40, "video")]
 
 
 def test_vision_order_equals_hf():
@@ -100,12 +83,7 @@ def test_row_holds_each_sample_as_it_would_be_alone(family):
     samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
     used = sum(map(len, samples))
     row = pack_row(samples, spec, used + 13)
-    assert row.cu_seqlens.tolist() == [
-        0,
-        *torch.tensor([len(s) for s in samples]).cumsum(0).tolist(),
-        used + 13,
-    ]
-
+    assert row.cu_seqlens.tolist() == [0, *accumulate(map(len, samples)), used + 13]
     assert row.max_seqlen == int(row.cu_seqlens.diff().max())
     assert row.tokens[used:].tolist() == [151643] * 13 and row.loss_mask[used:].sum() == 0
     for sample, start in zip(samples, row.cu_seqlens.tolist(), strict=False):
@@ -132,11 +110,8 @@ def test_pixels_and_features_go_to_their_own_placeholders(family):
     assert row.num_patches == len(vision.plane_index)
     assert row.num_images == sum(len(s.media_items) for s in samples)
     by_place = torch.argsort(vision.feature_index)
-    placeholders = (
-        ((row.tokens == spec.image_token_id) | (row.tokens == spec.video_token_id)).nonzero().flatten()
-    )
-
-    assert torch.equal(vision.feature_index[by_place], placeholders)
+    is_media = (row.tokens == spec.image_token_id) | (row.tokens == spec.video_token_id)
+    assert torch.equal(vision.feature_index[by_place], is_media.nonzero().flatten())
     patches = (by_place[:, None] * unit + torch.arange(unit)).flatten()
     pixels = vision.planes[vision.plane_index.long()][patches]
     first = 0
@@ -145,9 +120,8 @@ def test_pixels_and_features_go_to_their_own_placeholders(family):
         got = pixels[first : first + grid.num_patches].view(grid.t, grid.h * grid.w, 2, -1)
         frames = item.planes if grid.kind == "video" else item.planes.repeat(2, 1, 1)
         assert torch.equal(got, frames.view(grid.t, 2, grid.h * grid.w, -1).transpose(1, 2))
-        assert torch.equal(
-            vision.position_hw[patches][first : first + grid.num_patches].long(), patch_positions(grid, 2)
-        )
+        positions = vision.position_hw[patches][first : first + grid.num_patches]
+        assert torch.equal(positions.long(), patch_positions(grid, 2))
         first += grid.num_patches
 
 
@@ -174,3 +148,24 @@ def test_pack_row_rejects_samples_that_do_not_fit():
     swapped.media_items[0].grid_thw = GridTHW(1, 4, 4, "video")
     with pytest.raises(PositionError, match="video"):
         pack_row([swapped], spec, 64)
+
+
+@pytest.mark.parametrize(("seq_len", "share"), [(1000, 0.0), (1024, 0.001), (1000, 0.8)])
+def test_loss_index_has_every_loss_token(seq_len: int, share: float) -> None:
+    for seed in range(20):
+        mask = (torch.rand(seq_len, generator=torch.Generator().manual_seed(seed)) < share).float()
+        index = loss_index(mask)
+        assert index is not None and index.dtype == torch.int64
+        assert (index.diff() > 0).all() and 0 <= index[0] and index[-1] < seq_len
+        assert mask[index].sum() == mask.sum()
+        assert len(index) % LOSS_INDEX_MULTIPLE == 0
+        assert len(index) - max(1, mask.sum()) < LOSS_INDEX_MULTIPLE
+
+
+@pytest.mark.parametrize("trained", [1024, 1000, 897])
+def test_loss_index_of_a_short_row_or_one_of_loss_tokens_is_none(trained: int) -> None:
+    mask = torch.zeros(1024)
+    mask[:trained] = 1.0
+    assert loss_index(mask) is None is loss_index(torch.zeros(LOSS_INDEX_MULTIPLE))
+    mask[896:] = 0.0
+    assert loss_index(mask).tolist() == list(range(896))

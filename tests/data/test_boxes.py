@@ -4,10 +4,10 @@ import base64
 import dataclasses
 import io
 import json
-import random
 import re
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,7 @@ from megatron_vl.data.sample.grids import image_grid
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.data.source.dataset_description import METADATA_DIR
-from megatron_vl.data.source.sample_sizes import (
-    SampleSizeCounter,
-    compute_tokenization_id,
-    open_stored_sizes,
-)
+from megatron_vl.data.source.sample_sizes import SampleSizeCounter, compute_tokenization_id, open_stored_sizes
 from megatron_vl.spec.families import FAMILIES, read_spec
 from tests.tiny import TinySizes, tiny_checkpoint
 from toolkit.cli import main
@@ -40,7 +36,8 @@ from toolkit.data.sample_view import planes_to_pixels
 from toolkit.generate.answers import Answerer, answer_dataset
 
 from .datasets import converted
-from .helpers import spec_of
+from .helpers import assistant, spec_of, text, user
+from .media import write
 from .test_chat import released_tokenizer_folder
 
 SIZE = {"height": 200, "width": 400}
@@ -52,13 +49,15 @@ def written(family: str, objects: Sequence[dict[str, Any]], answer: Any, **turn:
     spec = spec_of(family)
     settings = PixelSettings(spec.vision.patch_size)
     grid = image_grid(200, 400, settings)
-    message = {"role": "assistant", "content": answer, **turn}
-    record = {"messages": [message], "media": [SIZE], "objects": list(objects)}
+    record = {"messages": [assistant(answer, **turn)], "media": [SIZE], "objects": list(objects)}
     return SampleObjects(record, [grid], spec.vision).written_messages()[0]
 
 
-def box(*numbers: float, frame: str = "pixels") -> dict[str, Any]:
-    return {"box": list(numbers), "medium": 0, "frame": frame}
+def box(*numbers: float, frame: str = "pixels", medium: int = 0) -> dict[str, Any]:
+    return {"box": list(numbers), "medium": medium, "frame": frame}
+
+
+thousandths = partial(box, frame="thousandths")
 
 
 JSON_ANSWER = '[{"bbox_2d": <bbox>, "label": "<ref-object>"}, {"point_2d": <point>}]'
@@ -78,55 +77,31 @@ def test_boxes_in_json_and_in_prose_have_the_form_of_the_family(family: str) -> 
     first, point = GOLDEN[family]
     expected = f'[{{"bbox_2d": {first}, "label": "a \\"big\\" cat"}}, {{"point_2d": {point}}}]'
     assert written(family, OBJECTS, JSON_ANSWER)["content"] == expected
-    assert json.loads(expected)[0]["label"] == 'a "big" cat'
 
     prose = "The <ref-object>: <bbox>, click(start_box='<bbox>')"
     objects = [{"ref": "cat"}, box(10, 20, 100, 200), box(390, 5)]
     expected = f"The cat: {first}, click(start_box='{point}')"
     if family == "qwen2_vl":
-        expected = (
-            "The <|object_ref_start|>cat<|object_ref_end|>: <|box_start|>(25,100),(250,1000)<|box_end|>, "
-        )
+        expected = "The <|object_ref_start|>cat<|object_ref_end|>: "
+        expected += "<|box_start|>(25,100),(250,1000)<|box_end|>, "
         expected += "click(start_box='<|box_start|>(975,25)<|box_end|>')"
-    parts = written(family, objects, [{"type": "text", "text": prose}])["content"]
-    assert parts == [{"type": "text", "text": expected}]
+    assert written(family, objects, [text(prose)])["content"] == [text(expected)]
 
 
 def test_boxes_of_calls_and_of_reasoning_are_written_in_the_order_of_the_template() -> None:
-    call = {
-        "type": "function",
-        "function": {"name": "click", "arguments": {"at": "<point>", "why": "<bbox>!"}},
-    }
+    function = {"name": "click", "arguments": {"at": "<point>", "why": "<bbox>!"}}
+    call = {"type": "function", "function": function}
     objects = [box(40, 20), box(0, 0, 400, 200), box(390, 5), box(80, 40)]
     turn = written("qwen3_vl", objects, "<bbox>", reasoning_content="<point>", tool_calls=[call])
     assert (turn["reasoning_content"], turn["content"]) == ("[100, 100]", "[0, 0, 1000, 1000]")
     assert turn["tool_calls"][0]["function"]["arguments"] == {"at": [975, 25], "why": "[200, 200]!"}
 
 
-def test_pixels_equal_qwens_tool_for_training_data() -> None:
-    """By the formula of ``process_bbox.ipynb`` and the ``smart_resize`` of qwen-vl-utils."""
-    utils = pytest.importorskip("qwen_vl_utils.vision_process")
-    vision, draw = spec_of("qwen2_5_vl").vision, random.Random(0)
-    for _ in range(200):
-        height, width = draw.randint(300, 2000), draw.randint(300, 2000)
-        min_pixels = 28 * 28 * draw.choice([64, 256, 1280])
-        max_pixels = min_pixels * draw.choice([1, 4, 16])
-        new_height, new_width = utils.smart_resize(height, width, 28, min_pixels, max_pixels)
-        x, y = draw.uniform(0, width), draw.uniform(0, height)
-        settings = PixelSettings(min_pixels=min_pixels, max_pixels=max_pixels)
-        record = {"media": [{"height": height, "width": width}], "objects": [box(x, y)]}
-        objects = SampleObjects(record, [image_grid(height, width, settings)], vision)
-        wanted = [min(round(x * (new_width / width)), new_width - 1)]
-        wanted += [min(round(y * (new_height / height)), new_height - 1)]
-        assert objects.numbers(record["objects"][0]) == wanted
-
-
 # --- Records ------------------------------------------------------------------------------------------------
 
 
 def record_of(answer: str, question: str = "<image>Where?", **fields: Any) -> dict[str, Any]:
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "images": ["a.png"], **fields}
+    return {"messages": [user(question), assistant(answer)], "images": ["a.png"], **fields}
 
 
 def test_objects_are_stored_in_the_order_of_their_markers() -> None:
@@ -136,13 +111,8 @@ def test_objects_are_stored_in_the_order_of_their_markers() -> None:
     record["images"] = ["a.png", "b.png"]
     for written_objects in (objects, json.dumps(objects)):  # text, as tables hold it
         found = read_conversation(record | {"objects": written_objects}).objects
-        assert found == [
-            {"ref": "cat"},
-            {"box": [1000, 2000, 3000, 4000], "medium": 1, "frame": "thousandths"},
-            {"box": [5000, 6000], "medium": 0, "frame": "thousandths"},
-            {"ref": "dog"},
-            {"box": [500, 250], "medium": 1, "frame": "thousandths"},
-        ]
+        boxes = thousandths(1000, 2000, 3000, 4000, medium=1), thousandths(5000, 6000)
+        assert found == [{"ref": "cat"}, *boxes, {"ref": "dog"}, thousandths(500, 250, medium=1)]
 
 
 def test_written_boxes_become_objects() -> None:
@@ -165,12 +135,9 @@ def test_objects_stay_with_their_turns() -> None:
     """Results are put into the order of their calls, and turns after the last answer are left out."""
     calls = [{"id": name, "function": {"name": "look", "arguments": {}}} for name in "ab"]
     turns = [
-        {"role": "user", "content": "<image>Where?"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "b", "content": "b at <bbox>"},
-        {"role": "tool", "tool_call_id": "a", "content": "a at <bbox>"},
-        {"role": "assistant", "content": "At <point>."},
-        {"role": "user", "content": "<image>And <ref-object> at <bbox>?"},
+        *(user("<image>Where?"), assistant("", tool_calls=calls)),
+        *({"role": "tool", "tool_call_id": name, "content": f"{name} at <bbox>"} for name in "ba"),
+        *(assistant("At <point>."), user("<image>And <ref-object> at <bbox>?")),
     ]
     objects = {"ref": ["dog"], "bbox": [[2, 2, 4, 4], [1, 1, 3, 3], [0, 0, 9, 9]], "points": [[5, 6]]}
     objects["image_id"] = [0, 0, 1, 0]
@@ -184,12 +151,13 @@ def test_objects_stay_with_their_turns() -> None:
 
     written = record_of('{"bbox_2d": [1, 2, 3, 4]}', boxes="pixels")
     written["images"].append("b.png")
-    written["messages"].append({"role": "user", "content": "<image>And here?"})
+    written["messages"].append(user("<image>And here?"))
     assert read_conversation(written).objects == [box(1, 2, 3, 4)]
 
 
-def test_answers_with_boxes_of_an_unsaid_frame_are_counted() -> None:
-    for answer, fields, unsaid in (
+@pytest.mark.parametrize(
+    ("answer", "fields", "unsaid"),
+    [
         ("<|box_start|>(1,2),(3,4)<|box_end|> and <|box_start|>(1,2),(3,4)<|box_end|>", {}, 1),
         ("<bbox>", {"objects": {"ref": [], "bbox": []}}, 1),
         ("[1, 2, 3, 4]", {}, 0),
@@ -197,10 +165,11 @@ def test_answers_with_boxes_of_an_unsaid_frame_are_counted() -> None:
         ('<bbox> {"point_2d": [1, 2]}', {"objects": {"bbox": [[1, 2, 3, 4]]}}, 1),
         ('{"bbox_2d": [1, <point>]}', {"objects": {"points": [[1, 2]]}}, 1),
         ("none here", {"boxes": "pixels"}, 0),
-    ):
-        conversation = read_conversation(record_of(answer, **fields))
-        assert conversation.unsaid_boxes == unsaid
-        assert conversation.messages[1]["content"] == answer
+    ],
+)
+def test_answers_with_boxes_of_an_unsaid_frame_are_counted(answer, fields, unsaid) -> None:
+    read = read_conversation(record_of(answer, **fields))
+    assert (read.unsaid_boxes, read.messages[1]["content"]) == (unsaid, answer)
 
 
 def test_boxes_of_documents_become_objects() -> None:
@@ -208,7 +177,7 @@ def test_boxes_of_documents_become_objects() -> None:
     caption = {"image": "a.png", "caption": "A <ref-object> at <bbox>."}
     objects = {"ref": ["cat"], "bbox": [[0.1, 0.2, 0.5, 1]], "bbox_type": "norm1"}
     read = read_conversation(caption | {"objects": objects})
-    assert read.objects == [{"ref": "cat"}, box(100, 200, 500, 1000, frame="thousandths")]
+    assert read.objects == [{"ref": "cat"}, thousandths(100, 200, 500, 1000)]
     assert read.document[1]["text"] == caption["caption"] and not read.ignored_keys
     answer = read_conversation(caption | {"objects": objects}, caption_prompt="?")
     assert answer.objects == read.objects and not answer.document
@@ -230,43 +199,34 @@ def test_boxes_of_documents_become_objects() -> None:
 
 def test_written_boxes_on_several_images_have_one_size_or_a_number(tmp_path: Path) -> None:
     """Thousandths need neither, except in a family that counts pixels."""
-    (tmp_path / "media").mkdir()
-    for kind in ("upright", "transparent", "wide"):
-        name, content = image_file(kind)
-        (tmp_path / "media" / name).write_bytes(content)
-    same, other = ["upright.png", "transparent.png"], ["upright.png", "wide.png"]
-    numbered = {"objects": {"image_id": [1, 0]}}
-    path, report = converted(
-        tmp_path,
-        [
-            record_of(BOTH, TWO, boxes="pixels", images=same),
-            record_of(BOTH, TWO, boxes="pixels", images=other, **numbered),
-            record_of(BOTH, TWO, boxes="thousandths", images=other),
-            record_of(BOTH, TWO, boxes="pixels", images=other),
-            record_of(BOTH, TWO, boxes="resized", images=other),
-        ],
-    )
+    kinds = "upright", "transparent", "wide"
+    upright, transparent, wide = (write_image(tmp_path / "media", kind) for kind in kinds)
+    fields: list[dict[str, Any]] = [
+        {"boxes": "pixels", "images": [upright, transparent]},
+        {"boxes": "pixels", "images": [upright, wide], "objects": {"image_id": [1, 0]}},
+        *({"boxes": frame, "images": [upright, wide]} for frame in ("thousandths", "pixels", "resized")),
+    ]
+    path, report = converted(tmp_path, [record_of(BOTH, TWO, **each) for each in fields])
     assert report.refused["in.json"] == {"bad objects": 2}
     assert "number the image of each in objects.image_id" in (path / "quarantine.jsonl").read_text()
     # 36 of 360 pixels are 100 thousandths, of 480 they are 75. Qwen2.5-VL has 364 x 308 and 476 x 252.
     expected = {
         "qwen3_vl": [
-            "[100, 200, 250, 500] [100, 200]",
-            "[75, 250, 188, 625] [100, 200]",
+            *("[100, 200, 250, 500] [100, 200]", "[75, 250, 188, 625] [100, 200]"),
             "[36, 60, 90, 150] [36, 60]",
         ],
         "qwen2_5_vl": ["[36, 62, 91, 154] [36, 62]", "[36, 63, 89, 158] [36, 62]", None],
     }
-    for family, texts in expected.items():
+    data = DataConfig(path=str(path))
+    for family, answers in expected.items():
         hf = tiny_files(family, tmp_path / family)
-        index_datasets(DataConfig(path=str(path)), read_spec(hf), hf)
-        data = DataConfig(path=str(path))
+        index_datasets(data, read_spec(hf), hf)
         encoder, samples, counts = encoded_and_counted(data, hf, 3)
-        for sample, count, text in zip(samples, counts, texts, strict=True):
-            assert (sample.refused is None) == (text is not None) == (count[0] > 0)
-            if text:
+        for sample, count, boxes in zip(samples, counts, answers, strict=True):
+            assert (sample.refused is None) == (boxes is not None) == (count[0] > 0)
+            if boxes:
                 answer = encoder.chat_encoder.tokenizer.decode(sample.token_ids[sample.loss_mask])
-                assert " ".join(re.findall(r"\[[\d, ]+\]", answer)) == text
+                assert " ".join(re.findall(r"\[[\d, ]+\]", answer)) == boxes
                 assert sample.token_and_patch_count == count
 
 
@@ -276,10 +236,9 @@ ESCAPED = r'Result: "{\"bbox_2d\": [1, 2,\n 3, 4], \"at\": \"{\\\"point_2d\\\": 
 def test_boxes_in_json_within_json_are_converted_or_counted() -> None:
     arguments = {"result": '{"bbox_2d": [1, 2, 3, 4]}', "bbox_2d": "[5, 6, 7, 8]"}
     call = {"function": {"name": "crop", "arguments": arguments}}
-    for message, text in (({"content": ESCAPED}, ESCAPED), ({"content": "", "tool_calls": [call]}, "")):
-        record = record_of(text)
-        record["messages"][1] |= message
-        assert read_conversation(record).unsaid_boxes == 1
+    record = record_of("")
+    record["messages"][1] |= {"tool_calls": [call]}
+    assert [read_conversation(each).unsaid_boxes for each in (record_of(ESCAPED), record)] == [1, 1]
     read = read_conversation(record_of(ESCAPED, boxes="pixels"))
     assert read.objects == [box(1, 2, 3, 4), box(5, 6)]
     changed = ESCAPED.replace(r"[1, 2,\n 3, 4]", "<bbox>").replace("[5, 6]", "<bbox>")
@@ -332,8 +291,9 @@ LIMITS: dict[str, dict[str, int]] = {
 }
 
 
-def image_file(kind: str) -> tuple[str, bytes]:
-    """A grey image with a red object; the transparent one is transparent around it."""
+def write_image(folder: Path, kind: str) -> str:
+    """Writes a grey image with a red object, and returns its name; the transparent one is transparent around
+    the object."""
     height, width = IMAGES[kind]
     x1, y1, x2, y2 = CORNERS
     values = np.full((height, width, 4), (200, 200, 200, 0 if kind == "transparent" else 255), np.uint8)
@@ -346,18 +306,16 @@ def image_file(kind: str) -> tuple[str, bytes]:
     elif kind != "transparent":
         image = image.convert("RGB")
     image.save(out, "JPEG" if kind == "turned" else "PNG", **options)
-    return f"{kind}.{'jpg' if kind == 'turned' else 'png'}", out.getvalue()
+    return write(folder / f"{kind}.{'jpg' if kind == 'turned' else 'png'}", out.getvalue()).name
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory) -> Path:
     """Each image with its box in four forms of one record each: objects, shares, written pixels, and JSON."""
     folder = tmp_path_factory.mktemp("boxes")
-    (folder / "media").mkdir()
     records = []
     for kind, (height, width) in IMAGES.items():
-        name, content = image_file(kind)
-        (folder / "media" / name).write_bytes(content)
+        name = write_image(folder / "media", kind)
         shares = [corner / side for corner, side in zip(CORNERS, (width, height) * 2, strict=True)]
         label = '{"bbox_2d": <bbox>, "label": "<ref-object>"}'
         fields = [
@@ -389,9 +347,7 @@ def raw_samples(encoder: RowEncoder, path: Path) -> list[RawSample]:
 
 def with_image(folder: Path, kind: str, records: list[dict[str, Any]]) -> tuple[Path, DataReport]:
     """The records as a data set, each with this image."""
-    (folder / "media").mkdir()
-    name, content = image_file(kind)
-    (folder / "media" / name).write_bytes(content)
+    name = write_image(folder / "media", kind)
     return converted(folder, [record | {"images": [name]} for record in records])
 
 
@@ -404,9 +360,8 @@ def encoded_and_counted(
     sizes = open_stored_sizes(path / METADATA_DIR, compute_tokenization_id(hf, spec, data))
     counter = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)
     counts = np.stack(counter.count_samples(sizes, np.arange(numbers)), axis=1)
-    assert not any(counter.cut_sample(sizes, i, n - 5, 0) for i, n in enumerate(counts[:, 0]) if n), (
-        "has boxes"
-    )
+    cuts = [counter.cut_sample(sizes, i, n - 5, 0) for i, n in enumerate(counts[:, 0]) if n]
+    assert not any(cuts), "has boxes"
     return encoder, raw_samples(encoder, path), list(map(tuple, counts.tolist()))
 
 
@@ -467,9 +422,7 @@ def test_boxes_on_images_with_own_limits_stay_in_one_row(family: str, tmp_path: 
     samples."""
     records = []
     for own in ({"max_pixels": 9000}, {"resized_height": 1500, "resized_width": 1800}, {}):
-        turns = [{"role": "user", "content": [{"type": "image", **own}]}]
-        turns += [{"role": "assistant", "content": "<bbox>"}, {"role": "user", "content": "?"}]
-        turns += [{"role": "assistant", "content": "<bbox>"}]
+        turns = [user([{"type": "image", **own}]), assistant("<bbox>"), user("?"), assistant("<bbox>")]
         records.append({"messages": turns, "objects": {"bbox": [[9, 6, 345, 290]] * 2}})
     path, _ = with_image(tmp_path, "upright", records)
     if family in FAMILIES:
@@ -500,8 +453,7 @@ def test_boxes_beyond_the_upright_image_are_refused(tmp_path: Path, capsys) -> N
     ]
     inside = record_of("<bbox>", objects={"bbox": [[-0.5, 0, 360.5, 300]]})
     unsaid = record_of('{"bbox_2d": [1, 2, 3, 400]}')
-    name, content = image_file("turned")
-    (tmp_path / name).write_bytes(content)
+    name = write_image(tmp_path, "turned")
     records = [record | {"images": [name]} for record in [*outside, inside, unsaid]]
     (tmp_path / "in.json").write_text(json.dumps(records))
     out = tmp_path / "out"
@@ -536,16 +488,12 @@ def test_page_draws_the_boxes_that_the_sample_reads(drawn: Path, tmp_path: Path,
 
 @pytest.mark.slow
 def test_answers_to_a_split_with_boxes_have_an_iou(drawn: Path, tmp_path: Path) -> None:
-    """The small model answers no box. Of the first sample, the text around its box is the family's."""
     hf, out = tiny_checkpoint("qwen2_vl"), tmp_path / "answers.jsonl"
     config = TrainConfig(data=DataConfig(path=str(drawn)), eval=EvalConfig(split="train", answers=3))
-    line = answer_dataset(Answerer(hf, config.data, (4, 4)), config, out)
-    assert line == "0 of 3 answers (0.0%) equal their reference; mean IoU of 3 boxes 0.000"
-    answers = [json.loads(answer) for answer in out.read_text().splitlines()]
-    assert [answer["iou"] for answer in answers] == 3 * [[0.0]]
-    repeats = RepeatsReference(hf, config.data, (4, 4))
-    line = answer_dataset(repeats, config, tmp_path / "repeated.jsonl")
+    line = answer_dataset(RepeatsReference(hf, config.data, (4, 4)), config, out)
     assert line == "3 of 3 answers (100.0%) equal their reference; mean IoU of 3 boxes 1.000"
+    answers = [json.loads(answer) for answer in out.read_text().splitlines()]
+    assert [answer["iou"] for answer in answers] == 3 * [[1.0]]
     assert answers[0]["reference"] == "It is (389,200),(722,567)."
 
 

@@ -3,6 +3,8 @@
 import base64
 import importlib.util
 import json
+import re
+import shutil
 import tempfile
 import zlib
 from functools import cache
@@ -20,53 +22,28 @@ from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 from tests.conftest import REPOSITORY
-from tests.data.helpers import spec_of
+from tests.data.helpers import IMAGE, VIDEO, assistant, spec_of, system, text, user
 from tests.tiny import tiny_checkpoint
 from toolkit.common.hf_loading import apply_video_prompt
 from toolkit.common.tiny_checkpoint import _write_tokenizer
 
-
-def text(content):
-    return {"type": "text", "text": content}
-
-
-IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
-SYSTEM = {"role": "system", "content": "Be brief."}
-CONVERSATIONS = {
-    "text": ([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there."}], []),
-    "system": ([SYSTEM, {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}], []),
-    "image": (
-        [{"role": "user", "content": [IMAGE, text("What?")]}, {"role": "assistant", "content": "A cat."}],
-        [GridTHW(1, 4, 6)],
-    ),
-    "turns": (
-        [
-            {"role": "user", "content": [text("First"), IMAGE, text(" then "), IMAGE, text("?")]},
-            {"role": "assistant", "content": [text("Two images.\n\nBoth grey.")]},
-            {"role": "user", "content": [VIDEO, text("Now?")]},
-            {"role": "assistant", "content": "A road 12 345. "},
-            {"role": "user", "content": "Café ☕ 漢字 Cafe\u0301?"},
-            {"role": "assistant", "content": "日本 ☕\u200d!  "},
-        ],
-        [GridTHW(1, 4, 4), GridTHW(1, 2, 8), GridTHW(3, 4, 4, "video")],
-    ),
-    "two answers": (
-        [
-            {"role": "user", "content": "Hi"},
-            {"role": "assistant", "content": "Same."},
-            {"role": "assistant", "content": "Same."},
-        ],
-        [],
-    ),
-    "assistant first": (
-        [{"role": "assistant", "content": "Welcome."}, {"role": "user", "content": "Thanks"}],
-        [],
-    ),
-    "image in the answer": (
-        [{"role": "user", "content": "Draw"}, {"role": "assistant", "content": [text("Here: "), IMAGE]}],
-        [GridTHW(1, 4, 4)],
-    ),
-    "empty answer": ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}], []),
+TURNS = [
+    user([text("First"), IMAGE, text(" then "), IMAGE, text("?")]),
+    assistant([text("Two images.\n\nBoth grey.")]),
+    user([VIDEO, text("Now?")]),
+    assistant("A road 12 345. "),
+    user("Café ☕ 漢字 Cafe\u0301?"),
+    assistant("日本 ☕\u200d!  "),
+]
+CONVERSATIONS: dict[str, tuple[list[dict], list[GridTHW]]] = {
+    "text": ([user("Hello"), assistant("Hi there.")], []),
+    "system": ([system("Be brief."), user("Hello"), assistant("Hi.")], []),
+    "image": ([user([IMAGE, text("What?")]), assistant("A cat.")], [GridTHW(1, 4, 6)]),
+    "turns": (TURNS, [GridTHW(1, 4, 4), GridTHW(1, 2, 8), GridTHW(3, 4, 4, "video")]),
+    "two answers": ([user("Hi"), assistant("Same."), assistant("Same.")], []),
+    "assistant first": ([assistant("Welcome."), user("Thanks")], []),
+    "image in the answer": ([user("Draw"), assistant([text("Here: "), IMAGE])], [GridTHW(1, 4, 4)]),
+    "empty answer": ([user("Hi"), assistant("")], []),
 }
 
 
@@ -76,11 +53,8 @@ MARKED = ("think", "tool_call", "tool_response")
 
 @cache
 def released_tokenizer_folder() -> Path:
-    """A checkpoint folder with Qwen2's released vocabulary and Qwen3.5's tokens for thinking and tools.
-
-    Its merges are recovered from the tiktoken file's ranks, which takes ten seconds, so that they are kept
-    for other processes and runs.
-    """
+    """A checkpoint folder with Qwen2's released vocabulary and Qwen3.5's tokens for thinking and tools. To
+    recover merges from the tiktoken file's ranks takes ten seconds, so that they are kept for later."""
     file = Path(importlib.util.find_spec("dashscope").origin).parent / "resources" / "qwen.tiktoken"
     content = file.read_bytes()
     ranks = {base64.b64decode(t): int(r) for t, r in (line.split() for line in content.splitlines())}
@@ -99,10 +73,7 @@ def released_tokenizer_folder() -> Path:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([f"<{end}{name}>" for name in MARKED for end in ("", "/")])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "preprocessor_config.json").write_text(
-        (tiny_checkpoint() / "preprocessor_config.json").read_text()
-    )
-
+    shutil.copy(tiny_checkpoint() / "preprocessor_config.json", folder)
     return folder
 
 
@@ -131,34 +102,9 @@ def test_text_and_tokens_equal_transformers(encoder, name):
     messages, grids = CONVERSATIONS[name]
     rendered = reference.apply_chat_template(messages, tokenize=False)
     assert ours.render_conversation(messages) == rendered
-    expanded = rendered
-    for grid in grids:
-        token = "<|image_pad|>" if grid.kind == "image" else "<|video_pad|>"
-        expanded = expanded.replace(token, "<|placeholder|>" * grid.num_tokens(2), 1)
-    for grid in grids:
-        token = "<|image_pad|>" if grid.kind == "image" else "<|video_pad|>"
-        expanded = expanded.replace("<|placeholder|>", token, grid.num_tokens(2))
+    media = iter(grids)
+    expanded = re.sub(r"<\|(image|video)_pad\|>", lambda pad: pad[0] * next(media).num_tokens(2), rendered)
     assert ours.encode(messages, grids)[0].tolist() == reference(expanded)["input_ids"]
-
-
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_loss_mask_is_the_difference_that_each_assistant_turn_makes(encoder, name):
-    """Without the turn's content, `<|im_start|>assistant\\n` remains; what is missing is trained on."""
-    _, ours = encoder
-    messages, grids = CONVERSATIONS[name]
-    ids, mask = ours.encode(messages, grids)
-    wanted: list[int] = []
-    for message in messages:
-        if message["role"] == "assistant":
-            content = message["content"]
-            pieces = (
-                [content]
-                if isinstance(content, str)
-                else [p.get("text", "<|vision_start|><|vision_end|>") for p in content]
-            )
-            wanted += ours.tokenizer("".join(pieces) + "<|im_end|>")["input_ids"]
-    assert ids[mask].tolist() == wanted
-    assert len(ids) == len(mask) and mask.dtype == torch.bool and ids.dtype == torch.int64
 
 
 def test_encoder_rejects_media_that_do_not_match_the_text(encoder):
@@ -169,51 +115,29 @@ def test_encoder_rejects_media_that_do_not_match_the_text(encoder):
     with pytest.raises(ChatError, match="the conversation has video"):
         ours.encode(messages, [GridTHW(1, 4, 4, "video")])
     with pytest.raises(ChatError, match="placeholders for image; the conversation"):
-        ours.encode([{"role": "user", "content": "a literal <|image_pad|> in the text"}], [])
-
-
-def test_encoder_rejects_template_that_rewrites_earlier_turns(encoder):
-    _, ours = encoder
-    changed = ChatEncoder.__new__(ChatEncoder)
-    changed.__dict__.update(ours.__dict__)
-    changed.chat_template = (
-        "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %}\n{% endfor %}"
-        + ("{% if add_generation_prompt %}assistant:{% endif %}")
-    )
-    with pytest.raises(ChatError, match="turn by turn"):
-        changed.encode([{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}], [])
+        ours.encode([user("a literal <|image_pad|> in the text")], [])
 
 
 TIMED = GridTHW(3, 4, 6, "video", timestamps=(0.25, 1.0, 12.35))
-VIDEO_CONVERSATIONS = {
-    "between text": ([{"role": "user", "content": [text("Look at this!"), VIDEO, text(" then?")]}], [TIMED]),
-    "with images": (
-        [
-            {"role": "user", "content": [IMAGE, VIDEO, IMAGE, text("\n"), VIDEO]},
-            {"role": "assistant", "content": "A road, 12 seconds."},
-            {"role": "user", "content": "And <3 seconds> ago?"},
-            {"role": "assistant", "content": [text("This: "), VIDEO, text(" and this.")]},
-        ],
-        [GridTHW(1, 4, 4), TIMED, GridTHW(1, 2, 8), GridTHW(1, 2, 2, "video", timestamps=(0.05,)), TIMED],
-    ),
-}
+VIDEO_TURNS = [
+    user([IMAGE, VIDEO, IMAGE, text("\nLook!"), VIDEO, text(" then?")]),
+    assistant("A road, 12 seconds."),
+    user("And <3 seconds> ago?"),
+    assistant([text("This: "), VIDEO, text(" and this.")]),
+]
+SHORT = GridTHW(1, 2, 2, "video", timestamps=(0.05,))
 
 
-@pytest.mark.parametrize("name", VIDEO_CONVERSATIONS)
-def test_timestamps_equal_the_hf_processor(name):
-    """Compares with Qwen3VLProcessor's own text for each video, inserted by its own code and tokenized
-    as a whole."""
+def test_timestamps_equal_the_hf_processor():
     folder = tiny_checkpoint("qwen3_vl")
     spec = read_spec(folder)
     processor = AutoProcessor.from_pretrained(folder)
     ours = ChatEncoder(folder, spec)
-    messages, grids = VIDEO_CONVERSATIONS[name]
+    messages, grids = VIDEO_TURNS, [GridTHW(1, 4, 4), TIMED, GridTHW(1, 2, 8), SHORT, TIMED]
     clips = [grid for grid in grids if grid.kind == "video"]
     # Frame numbers at 1000 frames a second whose means are the times.
-    metadata = [
-        SimpleNamespace(fps=1000, frames_indices=[round(1000 * t) for t in g.timestamps for _ in (0, 1)])
-        for g in clips
-    ]
+    frames = [[round(1000 * time) for time in grid.timestamps for _ in (0, 1)] for grid in clips]
+    metadata = [SimpleNamespace(fps=1000, frames_indices=numbers) for numbers in frames]
     videos = {"video_grid_thw": torch.tensor([[g.t, g.h, g.w] for g in clips]), "video_metadata": metadata}
     written = [processor.replace_video_token(videos, i) for i in range(len(clips))]
     images = [processor.image_token * grid.num_tokens(2) for grid in grids if grid.kind == "image"]
@@ -226,26 +150,24 @@ def test_timestamps_equal_the_hf_processor(name):
     assert ours.encode_prompt(messages, grids).tolist() == prompt
 
     # What stands for a video is nothing that the assistant says.
-    answers = "A road, 12 seconds.<|im_end|>This:  and this.<|im_end|>"
-    assert ours.tokenizer.decode(ids[mask]) == (answers if name == "with images" else "")
+    assert ours.tokenizer.decode(ids[mask]) == "A road, 12 seconds.<|im_end|>This:  and this.<|im_end|>"
 
 
 SYSTEM_TURN = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 CLIP = GridTHW(3, 4, 6, "video", timestamps=(0.2, 1.0, 12.3))
-SIX = "<|video_pad|>" * 6
-GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time in ("0.2", "1.0", "12.3"))
+PADS = f"<|vision_start|>{'<|video_pad|>' * 6}<|vision_end|>"
+GROUPS = "".join(f"<{time} seconds>{PADS}" for time in CLIP.timestamps)
 
 
 @pytest.mark.slow
 def test_video_prompt_written_by_hand():
-    """Text and positions are checked with the released vocabulary."""
     # There are 14 tokens of turns, then < 0 . 2 seconds > and <|vision_start|>: the first group is at 14 + 7.
     # It spans 3 columns, so that its <|vision_end|> is at 24. The second one is seven tokens later (25 to
     # 31), the third one eight (36 to 43: 12 is two). Its <|vision_end|> is at 47, "Who?" at 48 and 49.
     frames, last = [21, 32, 44], 49
     spec = spec_of("qwen3_vl")
     ours = ChatEncoder(released_tokenizer_folder(), spec)
-    ids = ours.encode_prompt([{"role": "user", "content": [VIDEO, text("Who?")]}], [CLIP])
+    ids = ours.encode_prompt([user([VIDEO, text("Who?")])], [CLIP])
     end = "<|im_end|>\n<|im_start|>assistant\n"
     assert ours.tokenizer.decode(ids) == f"{SYSTEM_TURN}<|im_start|>user\n{GROUPS}Who?{end}"
 

@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.stop_tokens import serving_notes
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.data.sample.stop_tokens import read_stop_tokens, serving_notes
 from megatron_vl.spec.families import read_spec
 from tests.security.payload import edit
 from tests.tiny import tiny_checkpoint
@@ -55,3 +56,28 @@ def test_note_names_what_templates_say_otherwise(hf: Path) -> None:
     for name in ("chat_template.json", "tokenizer_config.json"):
         edit(hf / name, chat_template=template.replace("<|im_end|>", "<|object_ref_end|>"))
     assert "answers end with '<|object_ref_end|>'" in notes(hf)[0]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "of_tokenizer", "stop"),
+    [
+        # Qwen3.5-27B: generation_config.json is all that counts.
+        ({"eos_token_id": [248046, 248044]}, {"eos_token_id": 248044}, 248046, [248046, 248044]),
+        # Up to 9B there is no such file, and config.json names <|endoftext|> alone.
+        (None, {"text_config": {"eos_token_id": 248044}}, 248046, [248046, 248044]),
+        (None, {"eos_token_id": 5}, None, [5]),
+        ({"top_k": 1}, {}, 5, [5]),
+        ({"eos_token_id": 0}, {}, 5, [0]),
+    ],
+)
+def test_stop_tokens_end_a_turn(generation, config, of_tokenizer, stop, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=of_tokenizer)) == stop
+
+
+def test_stop_tokens_are_required(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ChatError, match="eos_token_id"):
+        read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=None))

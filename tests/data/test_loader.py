@@ -3,10 +3,13 @@
 import io
 import json
 import shutil
+from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoProcessor
 from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
@@ -23,7 +26,7 @@ from toolkit.common.hf_loading import apply_video_prompt
 
 from .datasets import converted, mixed_records, open_loader
 from .helpers import positions_one_by_one
-from .media import video, write
+from .media import all_frames, video, write
 from .pair_tars import read_tar
 
 PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
@@ -35,9 +38,8 @@ COUNT = 20
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    out, report = converted(
-        folder, mixed_records(folder / "media", COUNT), val_fraction=0.2, samples_per_shard=7
-    )
+    records = mixed_records(folder / "media", COUNT)
+    out, report = converted(folder, records, val_fraction=0.2, samples_per_shard=7)
     assert report.samples == COUNT and not report.refused
     return out
 
@@ -47,13 +49,8 @@ def config(path, **changes) -> DataConfig:
     return DataConfig(path=str(path), **settings)
 
 
-def loader(path, family="qwen2_5_vl", dp=(0, 1), **changes):
-    return open_loader(config(path, **changes), tiny_checkpoint(family), dp_rank=dp[0], dp=dp[1])
-
-
-def validation(path, family="qwen2_5_vl", **changes):
-    folder = tiny_checkpoint(family)
-    return validation_rows(config(path, **changes), read_spec(folder), folder)
+def loader(path, family="qwen2_5_vl", **changes):
+    return open_loader(config(path, **changes), tiny_checkpoint(family))
 
 
 def stored(path):
@@ -64,57 +61,27 @@ def stored(path):
 
 def hf_inputs(folder, record, parts):
     """The HF processor's inputs for a stored conversation, with this loader's limits."""
-    from PIL import Image
-
     processor = AutoProcessor.from_pretrained(folder)
-    images = [
-        load_image(Image.open(io.BytesIO(parts[m["key"]]))) for m in record["media"] if m["kind"] == "image"
-    ]
-    clips = [(_frames(parts[m["key"]]), m) for m in record["media"] if m["kind"] == "video"]
-    extra = {}
-    if clips:
-        metadata = [VideoMetadata(total_num_frames=m["frames"], fps=m["fps"]) for _, m in clips]
-        extra = {"videos": [frames for frames, _ in clips], "video_metadata": metadata}
-        extra |= {"do_sample_frames": True, "fps": 2.0, "max_frames": 32}
+    media = {kind: [m for m in record["media"] if m["kind"] == kind] for kind in ("image", "video")}
+    images = [load_image(Image.open(io.BytesIO(parts[m["key"]]))) for m in media["image"]]
+    videos = {}
+    if media["video"]:
+        videos["videos"] = [torch.stack(list(all_frames(parts[m["key"]]))) for m in media["video"]]
+        videos["video_metadata"] = [VideoMetadata(m["frames"], fps=m["fps"]) for m in media["video"]]
+    sampling = {"do_sample_frames": True, "fps": 2.0, "max_frames": 32}
+    limits: dict = PIXELS | (sampling if videos else {})
+    if type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor":
+        # Its areas are those of all frames together.
+        areas = {"shortest_edge": PIXELS["min_pixels"], "longest_edge": PIXELS["max_pixels"]}
+        volumes = {"shortest_edge": processor.video_processor.size["shortest_edge"], "longest_edge": VOLUME}
+        limits = {"images_kwargs": {"size": areas}, "videos_kwargs": {"size": volumes} | sampling}
 
     text = processor.apply_chat_template(record["messages"], tokenize=False)
     text = apply_video_prompt(text, processor, read_spec(folder))
-    limits: dict = dict(PIXELS)
-    if (
-        type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor"
-    ):  # its areas are those of all frames together
-        limits = {
-            "images_kwargs": {
-                "size": {"shortest_edge": PIXELS["min_pixels"], "longest_edge": PIXELS["max_pixels"]}
-            }
-        }
-        video_size = {
-            "shortest_edge": processor.video_processor.size["shortest_edge"],
-            "longest_edge": VOLUME,
-        }
-        limits["videos_kwargs"] = {
-            "size": video_size,
-            **{n: extra.pop(n) for n in ("do_sample_frames", "fps", "max_frames") if extra},
-        }
-
-    out = processor(text=[text], images=images or None, return_tensors="pt", **limits, **extra)
-    return out
-
-
-def _frames(data: bytes) -> torch.Tensor:
-    import av
-
-    with av.open(io.BytesIO(data)) as container:
-        return torch.stack(
-            [
-                torch.from_numpy(f.to_ndarray(format="rgb24", threads=1)).permute(2, 0, 1)
-                for f in container.decode(video=0)
-            ]
-        )
+    return processor(text=[text], images=images or None, return_tensors="pt", **limits, **videos)
 
 
 def hf_grids(hf, record):
-    """The grids that the HF processor made, in the order of the text."""
     seconds = iter(hf.get("second_per_grid_ts", []))
     sizes = {kind: torch.as_tensor(hf.get(f"{kind}_grid_thw", [])) for kind in ("image", "video")}
     grids = {kind: iter(each.tolist()) for kind, each in sizes.items()}
@@ -130,20 +97,16 @@ def hf_grids(hf, record):
 )
 def test_rows_equal_the_hf_processor(dataset, family):
     """Compares tokens, M-RoPE positions and pixels of every sample in the rows; no sample is missing."""
-    folder = tiny_checkpoint(family)
-    spec = read_spec(folder)
-    norm = read_pixel_norm(folder)
-    samples = stored(dataset)
+    folder, samples = tiny_checkpoint(family), stored(dataset)
+    spec, norm = read_spec(folder), read_pixel_norm(folder)
     volume = VOLUME if spec.vision.video_timestamps else 0
-    rows = list(validation(dataset, family, video_max_pixels=volume))
+    rows = list(validation_rows(config(dataset, video_max_pixels=volume), spec, folder))
     seen = [key for row in rows for key in row.sample_keys]
     assert len(seen) == len(set(seen)) == 4 and any(row.num_samples > 1 for row in rows)
 
     for row in rows:
         features = pixel_table(row, spec, norm)
-        for i, key in enumerate(row.sample_keys):
-            start = row.cu_seqlens[i]
-            end = row.cu_seqlens[i + 1]
+        for key, (start, end) in zip(row.sample_keys, pairwise(row.cu_seqlens.tolist()), strict=False):
             hf = hf_inputs(folder, *samples[key])
             assert row.tokens[start:end].tolist() == hf["input_ids"][0].tolist()
 
@@ -151,10 +114,8 @@ def test_rows_equal_the_hf_processor(dataset, family):
             ours = row.position_ids[:, start:end]
             assert ours.T.tolist() == positions_one_by_one(hf["input_ids"][0], media, spec)
 
-            for token, name in (
-                (spec.image_token_id, "pixel_values"),
-                (spec.video_token_id, "pixel_values_videos"),
-            ):
+            names = {spec.image_token_id: "pixel_values", spec.video_token_id: "pixel_values_videos"}
+            for token, name in names.items():
                 places = (row.tokens[start:end] == token).nonzero().flatten() + start
                 if len(places):
                     got = torch.cat([features[int(p)] for p in places])
@@ -165,44 +126,16 @@ def pixel_table(row, spec, norm):
     """Maps token positions to the normalised patches [merge_unit, patch_dim] of their merge unit,
     in HF's order."""
     planes = norm.normalize_planes(row.vision.planes)[row.vision.plane_index.long()]
-    patches = (
-        planes.unflatten(-1, (3, -1))
-        .transpose(1, 2)
-        .flatten(1)
-        .view(-1, spec.vision.merge_unit, spec.vision.patch_dim)
-    )
+    patches = planes.unflatten(-1, (3, -1)).transpose(1, 2)
+    patches = patches.reshape(-1, spec.vision.merge_unit, spec.vision.patch_dim)
     return {int(place): patch for place, patch in zip(row.vision.feature_index, patches, strict=False)}
 
 
-def test_resume_continues_with_the_same_rows(dataset):
-    first = loader(dataset, num_workers=2)
-    for _ in range(5):
-        next(first)
-    state = json.loads(json.dumps(first.state_dict()))
-    wanted = [next(first) for _ in range(7)]
-    first.close()
-    # A save right after a restore, before every worker has spoken, must not rewind the silent ones.
-    second = loader(dataset)
-    second.load_state_dict(state)
-
-    assert same(next(second), wanted[0])
-    again = json.loads(json.dumps(second.state_dict()))
-    second.close()
-    third = loader(dataset)
-    third.load_state_dict(again)
-
-    assert all(same(next(third), row) for row in wanted[1:])
-    third.close()
-
-
 def same(a, b) -> bool:
-    tensors = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
-    vision = ("planes", "plane_index", "feature_index", "cu_window_seqlens")
-    return (
-        a.sample_keys == b.sample_keys
-        and all(torch.equal(getattr(a, n), getattr(b, n)) for n in tensors)
-        and all(torch.equal(getattr(a.vision, n), getattr(b.vision, n)) for n in vision)
-    )
+    tensors = attrgetter("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
+    vision = attrgetter("planes", "plane_index", "feature_index", "cu_window_seqlens")
+    both = zip(tensors(a) + vision(a.vision), tensors(b) + vision(b.vision), strict=True)
+    return a.sample_keys == b.sample_keys and all(torch.equal(one, other) for one, other in both)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +154,7 @@ def test_resume_rejects_other_rules_for_text(dataset, tmp_path, field, other, ad
         (folder / "chat_template.json").unlink()
         template = Path(__file__).parents[1] / "hf_configs" / "Qwen3.5-9B.chat_template.jinja"
         shutil.copy(template, folder / "chat_template.jinja")
-    plain, changed = (
-        open_loader(config(dataset), folder),
-        open_loader(config(dataset, **{field: other}), folder),
-    )
+    plain, changed = (open_loader(config(dataset, **each), folder) for each in ({}, {field: other}))
     for resumed, state in ((plain, changed.state_dict()), (changed, plain.state_dict())):
         with pytest.raises(LoaderStateError, match=rf"{field} = .*{advice}"):
             resumed.load_state_dict(state)
@@ -246,17 +176,10 @@ def test_template_may_have_another_place(dataset, tmp_path):
 
 def test_worker_decodes_video_after_its_parent_did(tmp_path):
     """The parent has started converter threads; they do not survive the fork."""
-    import av
-
-    data = video(12, 480, 640)
-    with av.open(io.BytesIO(data)) as container:
-        next(container.decode(video=0)).to_ndarray(format="rgb24")
-    write(tmp_path / "media/a.mp4", data)
-    record = {
-        "video": "a.mp4",
-        "conversations": [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "y"}],
-    }
-    path, _ = converted(tmp_path, [record] * 4)
+    write(tmp_path / "media/a.mp4", data := video(12, 480, 640))
+    next(all_frames(data))
+    asked = [{"from": "human", "value": "<video>?"}, {"from": "gpt", "value": "y"}]
+    path, _ = converted(tmp_path, [{"video": "a.mp4", "conversations": asked}] * 4)
     rows = loader(path, num_workers=2)
     assert next(rows).num_images >= 1
     rows.close()

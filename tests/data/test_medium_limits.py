@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -23,32 +24,26 @@ from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted
+from tests.data.helpers import VIDEO, user
 from tests.data.media import encoded, video, write
 from tests.data_tools.test_parts_of_media import ANSWER, in_address, in_part, listed
 from tests.tiny import tiny_checkpoint
 
-UNIT, UNIT_3 = 28 * 28, 32 * 32
-QWEN2_5 = PixelSettings(
-    min_pixels=4 * UNIT,
-    max_pixels=16384 * UNIT,
-    video_min_pixels=128 * UNIT,
-    video_max_pixels=768 * UNIT,
-    video_max_frames=768,
-)
-"""The constants of qwen-vl-utils, for an image and for a frame of a video."""
+UNIT = 28 * 28
+
+
+def released_limits(unit: int, frames: int = 1, **others: Any) -> PixelSettings:
+    """The constants of qwen-vl-utils, for an image and for so many frames of a video."""
+    others |= {"video_min_pixels": 128 * unit * frames, "video_max_pixels": 768 * unit * frames}
+    return PixelSettings(min_pixels=4 * unit, max_pixels=16384 * unit, video_max_frames=768, **others)
+
+
+QWEN2_5 = released_limits(UNIT)
 
 
 def qwen3(frames: int) -> PixelSettings:
-    """The same for Qwen3-VL, whose limits of a video are those of all its frames together."""
-    return PixelSettings(
-        patch_size=16,
-        min_pixels=4 * UNIT_3,
-        max_pixels=16384 * UNIT_3,
-        video_min_pixels=128 * UNIT_3 * frames,
-        video_max_pixels=768 * UNIT_3 * frames,
-        video_max_frames=768,
-        video_spread=True,
-    )
+    """Limits of a video are those of all its frames together."""
+    return released_limits(32 * 32, frames, patch_size=16, video_spread=True)
 
 
 def size_of(grid: Any, settings: PixelSettings) -> tuple[int, int]:
@@ -67,14 +62,13 @@ IMAGE_LIMITS: list[dict[str, int]] = [
     {"resized_height": 10, "resized_width": 20, "max_pixels": 784},
     {"resized_height": 280, "resized_width": 280, "min_pixels": 10**6},
 ]
-SIZES = [(480, 640), (100, 200), (33, 31), (700, 60), (12, 500)]
 
 
 @pytest.mark.parametrize("settings", [QWEN2_5, qwen3(1)], ids=["qwen2.5", "qwen3"])
 @pytest.mark.parametrize("limits", IMAGE_LIMITS, ids=str)
 def test_image_sizes_equal_qwen_vl_utils(settings, limits) -> None:
     utils = pytest.importorskip("qwen_vl_utils")
-    for height, width in SIZES:
+    for height, width in ((480, 640), (100, 200), (33, 31), (700, 60), (12, 500)):
         image = Image.new("RGB", (width, height))
         expected = utils.fetch_image({"image": image, **limits}, image_patch_size=settings.patch_size)
         assert size_of(image_grid(height, width, settings, limits), settings) == expected.size[::-1]
@@ -107,25 +101,6 @@ def test_limits_above_the_runs_are_refused(limits) -> None:
 # --- Videos and clips ---------------------------------------------------------------------------------------
 
 
-class Reader:
-    """decord's reader of a video whose frames say their number."""
-
-    count, fps, size = 100, 10.0, (480, 640)
-
-    def __init__(self, path: str) -> None:
-        pass
-
-    def __len__(self) -> int:
-        return self.count
-
-    def get_avg_fps(self) -> float:
-        return self.fps
-
-    def get_batch(self, indices: list[int]) -> SimpleNamespace:
-        frames = np.zeros((len(indices), *self.size, 3), np.uint8)
-        return SimpleNamespace(asnumpy=lambda: frames)
-
-
 VIDEO_LIMITS: list[dict[str, float]] = [
     {"video_start": 5.0, "video_end": 8.0},
     {"video_start": 5.03},
@@ -143,16 +118,16 @@ VIDEO_LIMITS: list[dict[str, float]] = [
 @pytest.mark.parametrize("family", ["qwen2.5", "qwen3"])
 def test_frames_and_sizes_of_videos_equal_qwen_vl_utils(limits, family, monkeypatch) -> None:
     utils = pytest.importorskip("qwen_vl_utils").vision_process
-    monkeypatch.setitem(sys.modules, "decord", SimpleNamespace(VideoReader=Reader))
+    reader = MagicMock()
+    monkeypatch.setitem(sys.modules, "decord", SimpleNamespace(VideoReader=lambda path: reader))
     monkeypatch.setattr(utils, "get_video_reader_backend", lambda: "decord")
     patch_size = 14 if family == "qwen2.5" else 16
     for count, fps, size in ((100, 10.0, (480, 640)), (391, 23.976, (60, 90))):
-        monkeypatch.setattr(Reader, "count", count)
-        monkeypatch.setattr(Reader, "fps", fps)
-        monkeypatch.setattr(Reader, "size", size)
-        (frames, metadata), rate = utils.fetch_video(
-            {"video": "a.mp4", **limits}, patch_size, return_video_sample_fps=True, return_video_metadata=True
-        )
+        reader.__len__.return_value, reader.get_avg_fps.return_value = count, fps
+        black = np.zeros((1, *size, 3), np.uint8)
+        reader.get_batch = lambda numbers, one=black: Mock(asnumpy=lambda: one.repeat(len(numbers), 0))
+        asked = {"video": "a.mp4", **limits}
+        (frames, metadata), rate = utils.fetch_video(asked, patch_size, True, True)
         settings = QWEN2_5 if family == "qwen2.5" else qwen3(len(frames))
         info = VideoInfo(count, fps, *size, limits=limits)
         assert frame_indices(info, settings) == metadata["frames_indices"]
@@ -166,23 +141,6 @@ def test_images_of_a_list_are_resized_once() -> None:
     """qwen-vl-utils resizes twice, first to multiples of 56: 918 x 733 to 448 x 392, and not to 476 x 392."""
     grid = video_grid(VideoInfo(2, 2.0, 733, 918, "whole", limits={"max_pixels": 200704}), QWEN2_5)
     assert size_of(grid, QWEN2_5) == (392, 476)
-
-
-def test_times_equal_the_processors() -> None:
-    """transformers makes times of numbers of frames, which are those of a file that begins with the clip."""
-    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
-
-    info = VideoInfo(391, 23.976, 56, 56, limits={"video_start": 3.3, "video_end": 9.1, "nframes": 10})
-    settings = qwen3(10)
-    frames = frame_indices(info, settings)
-    times = Qwen3VLProcessor._calculate_timestamps(None, [f - frames[0] for f in frames], 23.976, 2)
-    assert frames[0] == 80 and list(video_grid(info, settings).timestamps) == pytest.approx(times)
-
-    indices, fps = [0, 7, 15, 22, 30], 23.976
-    read = read_conversation(in_part(video=IMAGES, frames_indices=indices, fps=fps))
-    times = Qwen3VLProcessor._calculate_timestamps(None, list(indices), fps, 2)
-    info = VideoInfo(5, read.media_references[0][1].fps, 56, 56, "whole", limits=read.media_limits[0])
-    assert list(video_grid(info, qwen3(6)).timestamps) == times
 
 
 @pytest.mark.parametrize(
@@ -228,6 +186,11 @@ def test_times_of_images_worked_out_by_hand() -> None:
 # --- Records ------------------------------------------------------------------------------------------------
 
 
+def in_both(**limits: Any) -> dict[str, Any]:
+    """A video with a rate in the list, and other limits in its part."""
+    return {"videos": [{"path": "a.mp4", "fps": 1}], "messages": [user([VIDEO | limits]), ANSWER]}
+
+
 @pytest.mark.parametrize(
     ("record", "limits"),
     [
@@ -240,13 +203,7 @@ def test_times_of_images_worked_out_by_hand() -> None:
         (in_address(max_pixels=784, fps=1), {"max_pixels": 784, "fps": 1.0}),
         (listed(entry={"path": "a.mp4", "video_start": 2}), {"video_start": 2.0}),
         (listed(fps=1, max_pixels=784), {}),
-        (
-            {
-                "videos": [{"path": "a.mp4", "fps": 1}],
-                "messages": [{"role": "user", "content": [{"type": "video", "video_end": 3}]}, ANSWER],
-            },
-            {"fps": 1.0, "video_end": 3.0},
-        ),
+        (in_both(video_end=3), {"fps": 1.0, "video_end": 3.0}),
     ],
 )
 def test_limits_of_a_record_are_read(record, limits) -> None:
@@ -264,13 +221,7 @@ def test_limits_of_a_record_are_read(record, limits) -> None:
         (in_part(video_start=8, video_end=5), "video_start"),
         (in_part("image", min_pixels=100, max_pixels=50), "min_pixels"),
         (in_part("image", resized_height=56), "resized_height"),
-        (
-            {
-                "videos": [{"path": "a.mp4", "fps": 1}],
-                "messages": [{"role": "user", "content": [{"type": "video", "nframes": 4}]}, ANSWER],
-            },
-            "nframes",
-        ),
+        (in_both(nframes=4), "nframes"),
         (in_part(video=IMAGES, timestamps=[0, 1]), "timestamps"),
         (in_part(video=IMAGES[:2], timestamps=[1, 0]), "timestamps"),
         (in_part(video=IMAGES[:2], timestamps=[3, 3]), ""),  # at one time
@@ -292,7 +243,6 @@ def records(root: Path) -> list[dict[str, Any]]:
     write(root / "a.mp4", video(40))
     for seed, name in enumerate(IMAGES):
         write(root / name, encoded(70, 100, seed=seed))
-    listed_images = {"video": IMAGES}
     return [
         in_part(),
         in_part(video_start=1, video_end=3),
@@ -301,8 +251,8 @@ def records(root: Path) -> list[dict[str, Any]]:
         in_part("image", image="a.png", max_pixels=3136),
         in_part("image", image="a.png", resized_height=84, resized_width=112),
         in_part("image", image="a.png"),
-        in_part(**listed_images, timestamps=[0.5, 10.0, 100.5, 1000.0, 1234.5]),
-        in_part(**listed_images, frames_indices=[0, 5, 10, 15, 20], fps=10, max_pixels=12544),
+        in_part(video=IMAGES, timestamps=[0.5, 10.0, 100.5, 1000.0, 1234.5]),
+        in_part(video=IMAGES, frames_indices=[0, 5, 10, 15, 20], fps=10, max_pixels=12544),
         in_part("image", image="b.png", min_pixels=20000),
     ]
 

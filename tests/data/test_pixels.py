@@ -8,7 +8,6 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 from transformers.image_utils import load_image
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -17,7 +16,7 @@ from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.frame_archive import PixelError
-from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, resized_image_size, video_grid
+from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, video_grid
 from megatron_vl.data.sample.images import decode_image, image_size, pixel_planes
 from megatron_vl.data.sample.pixel_settings import (
     PixelNorm,
@@ -27,31 +26,21 @@ from megatron_vl.data.sample.pixel_settings import (
 )
 from megatron_vl.data.sample.videos import probe_video, video_planes
 
-from .media import encoded, video
+from .media import all_frames, encoded, video
 
-BASE = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-}
-ODD = {"image_mean": [0.31, 0.5, 0.77], "image_std": [0.2, 0.45, 1.3]}
-STYLES = {
-    "released": {**BASE, "min_pixels": 3136, "max_pixels": 200704},
-    "size": {**BASE, **ODD, "size": {"shortest_edge": 28 * 28 * 16, "longest_edge": 28 * 28 * 40}},
-    "size in pixels": {
-        **BASE,
-        "min_pixels": 3136,
-        "max_pixels": 50176,
-        "size": {"min_pixels": 3136, "max_pixels": 50176},
-    },
-    "unscaled": {**BASE, **ODD, "min_pixels": 3136, "max_pixels": 50176, "rescale_factor": 1 / 127.5},
-    "patch 16": {
-        **BASE,
-        "patch_size": 16,
-        "size": {"shortest_edge": 4096, "longest_edge": 65536},
-        "image_mean": [0.5] * 3,
-    },
+BASE = {"image_processor_type": "Qwen2VLImageProcessor", "temporal_patch_size": 2, "merge_size": 2}
+ODD = {"image_mean": [0.31, 0.5, 0.77], "image_std": [0.2, 0.45, 1.3], "patch_size": 14}
+RELEASED = BASE | {"patch_size": 14, "min_pixels": 3136, "max_pixels": 200704}
+SMALL = {"min_pixels": 3136, "max_pixels": 50176}
+EDGES = {"shortest_edge": 28 * 28 * 16, "longest_edge": 28 * 28 * 40}
+PATCH_16 = BASE | {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}}
+PATCH_16 |= {"image_mean": [0.5] * 3}
+STYLES: dict[str, dict] = {
+    "released": RELEASED,
+    "size": {**BASE, **ODD, "size": EDGES},
+    "size in pixels": {**RELEASED, **SMALL, "size": SMALL},
+    "unscaled": {**BASE, **ODD, **SMALL, "rescale_factor": 1 / 127.5},
+    "patch 16": PATCH_16,
 }
 SHAPES = [(56, 56), (100, 300), (301, 57), (29, 28), (480, 640), (13, 900), (1, 40)]
 KINDS = "png jpeg jpeg420 progressive grey grey_jpeg palette cmyk exif webp bilevel".split()
@@ -59,15 +48,8 @@ KINDS = "png jpeg jpeg420 progressive grey grey_jpeg palette cmyk exif webp bile
 
 @pytest.fixture
 def folder(tmp_path):
-    def write(style: str, name: str = "preprocessor_config.json"):
-        config = STYLES[style]
-        (tmp_path / name).write_text(
-            json.dumps(
-                {"image_processor": config, "video_processor": config}
-                if name == "processor_config.json"
-                else config
-            )
-        )
+    def write(style: str):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(STYLES[style]))
         return tmp_path
 
     return write
@@ -88,12 +70,10 @@ def ours(data: bytes, settings: PixelSettings):
 
 
 def assert_same_pixels(folder, data: bytes):
-    settings = read_pixel_settings(folder)
-    got, grid = ours(data, settings)
+    got, grid = ours(data, read_pixel_settings(folder))
     wanted, wanted_grid = hf_pixels(folder, data)
     assert grid == wanted_grid
     assert (got - wanted).abs().max() < 2e-6
-    return got
 
 
 @pytest.mark.parametrize(
@@ -109,20 +89,10 @@ def test_pixels_of_every_format_equal_the_hf_processor(folder, kind):
 
 
 def test_processor_config_prefers_nested_settings(folder):
-    folder("released")
-    path = folder("size", "processor_config.json")
+    path, nested = folder("released"), {f"{kind}_processor": STYLES["size"] for kind in ("image", "video")}
+    (path / "processor_config.json").write_text(json.dumps(nested))
     assert_same_pixels(path, encoded(100, 300))
     assert read_pixel_norm(path).mean == pytest.approx((0.31, 0.5, 0.77))
-
-
-def test_resized_sizes_equal_smart_resize():
-    draw = torch.Generator().manual_seed(0)
-    for _ in range(300):
-        height, width = (int(n) for n in torch.randint(1, 3000, (2,), generator=draw))
-        if max(height, width) / min(height, width) <= 200:
-            assert resized_image_size(height, width, 28, 3136, 1003520) == smart_resize(
-                height, width, 28, 3136, 1003520
-            )
 
 
 def test_pixel_settings_are_overridden_and_contradictions_refused(folder):
@@ -136,15 +106,8 @@ def test_pixel_settings_are_overridden_and_contradictions_refused(folder):
         read_pixel_settings(path / "nowhere")
 
 
-VIDEOS = [
-    (50, 10, 2.0, 32),
-    (50, 10, 2.0, 6),
-    (9, 10, 2.0, 32),
-    (61, 24, 1.0, 768),
-    (5, 5, 2.0, 32),
-    (240, 30, 2.0, 32),
-    (7, 3, 4.0, 32),
-]
+VIDEOS = [(50, 10, 2.0, 32), (50, 10, 2.0, 6), (9, 10, 2.0, 32), (61, 24, 1.0, 768), (5, 5, 2.0, 32)]
+VIDEOS += [(240, 30, 2.0, 32), (7, 3, 4.0, 32)]
 
 
 @pytest.mark.parametrize("frames,rate,fps,most", VIDEOS)
@@ -160,20 +123,15 @@ def test_sampled_frames_equal_the_hf_video_processor(frames, rate, fps, most):
     assert grid.second_per_grid == seconds.item() and grid.t == -(-len(wanted) // 2)
 
 
-QWEN3_VIDEO = {
-    "video_processor_type": "Qwen3VLVideoProcessor",
-    "processor_class": "Qwen3VLProcessor",
-    "patch_size": 16,
-}
+QWEN3_VIDEO = {"video_processor_type": "Qwen3VLVideoProcessor", "processor_class": "Qwen3VLProcessor"}
 QWEN3_VIDEO |= {"temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+QWEN3_VIDEO |= {"patch_size": 16}
 QWEN3_VIDEO |= {"size": {"shortest_edge": 4 * 64 * 64, "longest_edge": 6 * 96 * 128}}
 
 
 @pytest.fixture
 def qwen3_folder(tmp_path):
-    (tmp_path / "preprocessor_config.json").write_text(
-        json.dumps(STYLES["patch 16"] | {"image_std": [0.5] * 3})
-    )
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PATCH_16 | {"image_std": [0.5] * 3}))
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(QWEN3_VIDEO))
     return tmp_path
 
@@ -183,10 +141,8 @@ def qwen3_folder(tmp_path):
 )
 @pytest.mark.parametrize("shape", [(70, 100), (20, 300), (400, 31), (64, 64)], ids=str)
 def test_frames_area_and_times_equal_qwen3_vl(qwen3_folder, frames, rate, fps, most, shape):
-    """Frame choice, frame size and times are those of Qwen3VLVideoProcessor and Qwen3VLProcessor."""
-    settings = read_pixel_settings(
-        qwen3_folder, DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096)
-    )
+    data = DataConfig(video_fps=fps, video_max_frames=most, max_pixels=4096)
+    settings = read_pixel_settings(qwen3_folder, data)
     processor = Qwen3VLVideoProcessor(**QWEN3_VIDEO, max_frames=most)
     metadata = VideoMetadata(total_num_frames=frames, fps=rate)
     wanted = processor.sample_frames(metadata, fps=fps).tolist()
@@ -214,15 +170,9 @@ def test_video_pixels_equal_the_hf_video_processor(qwen3_folder, family, most):
     grid = video_grid(info, settings)
     got = settings.norm.normalize_planes(video_planes(data, info, grid, settings))
     got = torch.cat([got, got[-1:].expand(grid.t * 2 - len(got), -1, -1)])
-    out = processor(
-        videos=[torch.stack(list(_all_frames(data)))],
-        video_metadata=[VideoMetadata(total_num_frames=23, fps=10.0)],
-        do_sample_frames=True,
-        fps=4.0,
-        return_tensors="pt",
-        **({"max_frames": most} if family == "qwen2" else {}),
-    )
-
+    asked = {"do_sample_frames": True, "fps": 4.0} | ({"max_frames": most} if family == "qwen2" else {})
+    asked |= {"video_metadata": [VideoMetadata(total_num_frames=23, fps=10.0)]}
+    out = processor(videos=[torch.stack(list(all_frames(data)))], return_tensors="pt", **asked)
     assert out["video_grid_thw"][0].tolist() == [grid.t, grid.h, grid.w]
     area = settings.patch_size**2
     expected = out["pixel_values_videos"].view(grid.t, grid.h * grid.w, 3, 2, area)
@@ -234,9 +184,8 @@ def test_video_rule_is_that_of_the_folder(qwen3_folder):
     assert read_pixel_settings(qwen3_folder).video_spread
     (qwen3_folder / "video_preprocessor_config.json").unlink()
     assert not read_pixel_settings(qwen3_folder).video_spread
-    (qwen3_folder / "preprocessor_config.json").write_text(
-        json.dumps(STYLES["patch 16"] | {"processor_class": "Qwen3VLProcessor"})
-    )
+    processor = PATCH_16 | {"processor_class": "Qwen3VLProcessor"}
+    (qwen3_folder / "preprocessor_config.json").write_text(json.dumps(processor))
     settings = read_pixel_settings(qwen3_folder)
     assert settings.video_spread and (settings.video_min_pixels, settings.video_max_pixels) == (4096, 65536)
 
@@ -247,11 +196,3 @@ def test_video_with_a_missing_frame_is_refused():
     claimed = VideoInfo(20, 10, 64, 96)
     with pytest.raises(PixelError, match="frame 10 of the video is missing"):
         video_planes(data, claimed, video_grid(claimed, settings), settings)
-
-
-def _all_frames(data: bytes):
-    import av
-
-    with av.open(io.BytesIO(data)) as container:
-        for frame in container.decode(video=0):
-            yield torch.from_numpy(frame.to_ndarray(format="rgb24")).permute(2, 0, 1)

@@ -21,17 +21,15 @@ from tests.tiny import tiny_checkpoint
 from toolkit.parity.reference import backward_mean_loss, load_hf_for_training
 
 from .datasets import converted, open_loader
+from .helpers import assistant, system, text, user
 from .media import encoded, video_of, write
 from .test_boxes import raw_samples
 from .test_qwen3_5_prompts import Run, Unit, written
 
-SAID = "system user assistant What? Look. A cat. And? seen ),("
 WORDS = (
-    *(*SAID.split(), "A cat.", "You are a helpful assistant.", "It gets brighter.", "Video 1: <0.2 seconds>"),
-    *(
-        "Be brief.",
-        '<tool_call>\n{"name": "look", "arguments": {"zoom": 0.10}}\n</tool_call>\n<tool_response>\n',
-    ),
+    *("system user assistant What? Look. A cat. And? seen ),(".split()),
+    *("A cat.", "You are a helpful assistant.", "It gets brighter.", "Video 1: <0.2 seconds>", "Be brief."),
+    '<tool_call>\n{"name": "look", "arguments": {"zoom": 0.10}}\n</tool_call>\n<tool_response>\n',
 )
 """The vocabulary has each of them as one token."""
 LIST = [f"{number}.png" for number in range(4)]
@@ -39,8 +37,7 @@ LIST = [f"{number}.png" for number in range(4)]
 
 
 def asked(part: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    question = {"role": "user", "content": [part, {"type": "text", "text": "What?"}]}
-    return {"messages": [question, {"role": "assistant", "content": "It gets brighter."}], **fields}
+    return {"messages": [user([part, text("What?")]), assistant("It gets brighter.")], **fields}
 
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": '{"zoom": 0.10}'}}
@@ -59,9 +56,8 @@ PLACES = {"pixels": "(10,20),(50,150)", "thousandths": "(100,100),(500,750)", "r
 
 
 def placed(frame: str) -> dict[str, Any]:
-    question, answer = asked(TURNED)["messages"]
-    answer["content"] = f"<|box_start|>{PLACES[frame]}<|box_end|>"
-    return {"messages": [question, {"role": "user", "content": "And?"}, answer], "boxes": frame}
+    answer = assistant(f"<|box_start|>{PLACES[frame]}<|box_end|>")
+    return {"messages": [user([TURNED, text("What?")]), user("And?"), answer], "boxes": frame}
 
 
 RECORDS = [
@@ -70,15 +66,11 @@ RECORDS = [
     asked(NUMBERED, chat_template_kwargs={"add_vision_id": True}),
     {
         "messages": [
-            {"role": "user", "content": "Look."},
-            {"role": "assistant", "content": "", "tool_calls": [CALL]},
-            {"role": "tool", "content": [TURNED, {"type": "text", "text": "seen"}]},
-            {"role": "assistant", "content": "A cat."},
-            {"role": "assistant", "content": "Look."},
-            *[{"role": "system", "content": "Be brief."}] * 2,
-            {"role": "user", "content": "And?"},
-            {"role": "assistant", "content": "<bbox><point>"},
-            {"role": "user", "content": "What?"},  # is left out
+            user("Look."),
+            assistant("", tool_calls=[CALL]),
+            {"role": "tool", "content": [TURNED, text("seen")]},
+            *(assistant("A cat."), assistant("Look."), system("Be brief."), system("Be brief.")),
+            *(user("And?"), assistant("<bbox><point>"), user("What?")),  # the last is left out
         ],
         "objects": {"bbox": [[10, 20, 50, 150]], "points": [[90, 100]]},
     },
@@ -114,7 +106,6 @@ def trace(rows: int, answer: str) -> list[Run]:
 
 
 def turns_with_a_box(rows: int, answer: str) -> list[Run]:
-    """Two users' turns, and a box on the image."""
     after = f"{END} What ? {STOP} {START} user Ċ And ? {STOP} {START} assistant Ċ {answer} {STOP}"
     return [(0, [*USER.split(), BEGIN]), Unit(15, rows, 2, "<|image_pad|>"), (15 + rows, after.split())]
 
@@ -178,13 +169,12 @@ for key, (box, resized, point) in BOXES.items():
     ANSWERS[key] = [f"{answer} <|im_end|>".split() for answer in said]
 
 
-OTHERS = [
-    pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name not in ("qwen2_5_vl", "qwen3_vl")
-]
+CHECKED = ["qwen2_5_vl", "qwen3_vl"]
+OTHERS = [pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name not in CHECKED]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", *OTHERS])
+@pytest.mark.parametrize("family", [*CHECKED, *OTHERS])
 def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
     """The step has the loss of transformers on the tokens, positions and grids that are written above."""
     shades = (np.full((64, 96, 3), 4 * i, np.uint8) for i in range(60))
@@ -217,10 +207,8 @@ def test_step_trains_on_what_records_say(family: str, tmp_path: Path) -> None:
         ids = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
         samples.append(TokenizedSample(ids, mask, [medium]))
 
-    options = (
-        f"--data.path {path} --data.seq_len 1024 --data.chat_template {TOOLS_TEMPLATE} --log.samples true"
-    )
-    options += " --global_batch_size 1 --optimizer.warmup_steps 0 --data.num_workers 0"
+    options = f"--data.path {path} --data.seq_len 1024 --data.chat_template {TOOLS_TEMPLATE}"
+    options += " --log.samples true --global_batch_size 1 --optimizer.warmup_steps 0 --data.num_workers 0"
     trained(prepare(tmp_path / "prepared", hf, 4), tmp_path / "run", *options.split(), ranks=1, steps=1)
     [step], [rows] = metrics(tmp_path / "run"), metrics(tmp_path / "run", "samples.jsonl")
     seen = [samples[int(key)] for key in rows["rows"][0]]  # of several passes

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from megatron_vl.data.packing.batch_planner import (
 )
 from megatron_vl.data.packing.plan_rows import plan_rows, rank_of_rows
 from megatron_vl.data.source.location import LoaderError
-from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
+from megatron_vl.data.source.sample_order import LANES, BlockOrder, SampleOrder, permute_positions
 from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 
 SEQ_LEN = 1024
@@ -27,7 +28,6 @@ def ints(*values: int) -> np.ndarray:
 
 
 def grouped(row_of: np.ndarray) -> list[list[int]]:
-    """The samples of each row."""
     return [np.flatnonzero(row_of == row).tolist() for row in range(row_of.max() + 1)]
 
 
@@ -69,29 +69,13 @@ def test_rows_exchanged_by_hand():
     assert sorted(map(sorted, patches[dealt].tolist())) == [[0, 0, 5, 7], [3, 3, 3, 3]]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
-def test_epoch_is_a_permutation(size):
-    orders = [permute_positions(np.arange(size), size, key).tolist() for key in range(4)]
-    assert all(sorted(order) == list(range(size)) for order in orders)
-    assert size < 16 or len(set(map(tuple, orders))) == 4
-    parts = [permute_positions(np.arange(first, first + 1), size, 3)[0] for first in range(size)]
-    assert parts == orders[3], "a position does not depend on the others that are asked for"
-
-
 def mixed_sizes(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Text, single images, several images and videos, in rows of 1,024 tokens."""
     chance = np.random.default_rng(seed)
     kinds = chance.choice(4, count, p=[0.3, 0.45, 0.15, 0.1])
     text = np.clip(chance.lognormal(3.5, 0.9, count), 5, 300).astype(np.int64)
-    seen = np.choose(
-        kinds,
-        [
-            np.zeros(count),
-            chance.integers(16, 160, count),
-            chance.integers(60, 400, count),
-            chance.integers(100, 600, count),
-        ],
-    ).astype(np.int64)
+    media = [chance.integers(*sizes, count) for sizes in ((16, 160), (60, 400), (100, 600))]
+    seen = np.choose(kinds, [np.zeros(count), *media]).astype(np.int64)
     return text + seen, 4 * seen
 
 
@@ -103,7 +87,6 @@ def planner(
 
 
 def within(row: list[PlannedSample]) -> bool:
-    """Whether a row keeps both budgets."""
     return sum(place.tokens for place in row) <= SEQ_LEN and sum(place.patches for place in row) <= 3600
 
 
@@ -122,7 +105,6 @@ def samples(batch: PlannedBatch) -> list[int]:
 
 
 def dealt_to(batch: PlannedBatch, ranks: int) -> list[list[list[PlannedSample]]]:
-    """The rows of each rank."""
     dealt = batch.assign_to_ranks(ranks)
     return [dealt.rows_of_rank(rank, ranks) for rank in range(ranks)]
 
@@ -137,9 +119,7 @@ def test_planner_uses_samples_once_an_epoch_within_budgets():
     assert drawn > 2 * len(tokens)
     assert used.total() + waiting.total() == drawn
     epochs, rest = divmod(drawn, len(tokens))
-    both = used + waiting
-    assert set(both.values()) <= {epochs, epochs + 1}
-    assert sum(count == epochs + 1 for count in both.values()) == rest
+    assert Counter((used + waiting).values()) == {epochs: len(tokens) - rest, epochs + 1: rest}
 
     fills, spreads = [], []
     for batch in steps:
@@ -148,9 +128,7 @@ def test_planner_uses_samples_once_an_epoch_within_budgets():
             fills.append(sum(place.tokens for place in row) / SEQ_LEN)
         for ranks in (2, 4):
             dealt = dealt_to(batch, ranks)
-            assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
-                samples(batch)
-            )
+            assert indices(dealt) == sorted(samples(batch))
             assert all(within(row) for own in dealt for row in own)
             spreads.append(spread(dealt))
     assert max(spreads) < 0.05
@@ -163,9 +141,8 @@ def test_ranks_exchange_whole_rows(monkeypatch):
     tokens[::10], patches[::10] = int(0.6 * SEQ_LEN), 0
     batch = planner(tokens, patches, rows=64, max_patches=3600).next_batch()
     dealt = dealt_to(batch, 16)
-    assert sorted(sorted(place.index for place in row) for own in dealt for row in own) == sorted(
-        sorted(place.index for place in row) for row in batch.rows_of_rank()
-    )
+    rows, rows_dealt = batch.rows_of_rank(), [row for own in dealt for row in own]
+    assert sorted(indices([[row]]) for row in rows_dealt) == sorted(indices([[row]]) for row in rows)
     assert spread(dealt) < 0.02
 
     monkeypatch.setattr(batch_plan, "MAX_EXCHANGE_ROUNDS", 0)
@@ -182,7 +159,6 @@ def test_many_rows_are_planned_in_groups():
 
 
 def test_planner_handles_unusual_data_sets():
-    """Text alone; one sample that fills a row; samples that cannot be used; one sample in a row."""
     text = np.full(200, 100)
     batch = planner(text, np.zeros(200, np.int64), rows=4).next_batch()
     assert [len(row) for row in batch.rows_of_rank()] == [10] * 4
@@ -202,14 +178,9 @@ def test_planner_handles_unusual_data_sets():
     with pytest.raises(LoaderError, match=message):
         planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next_batch()
     blend = SampleOrder([50, 50], [0.999, 0.001], 5, is_shuffled=True)
-    rare = BatchPlanner(
-        blend, lambda source, i: (text[i] * source, i * 0), 1, SEQ_LEN, 0, packs_samples=False
-    )
+    sizes = lambda source, i: (text[i] * source, i * 0)  # noqa: E731
+    rare = BatchPlanner(blend, sizes, 1, SEQ_LEN, 0, packs_samples=False)
     assert rare.next_batch().rows_of_rank()[0][0].source == 1
-
-    order = SampleOrder([50], [1.0], 5, is_shuffled=False)
-    alone = BatchPlanner(order, lambda _, i: (text[i], text[i]), 6, SEQ_LEN, 0, packs_samples=False)
-    assert [samples(alone.next_batch()) for _ in range(2)] == [[*range(6)], [*range(6, 12)]]
 
 
 def test_search_for_usable_samples_ends(monkeypatch):
@@ -223,12 +194,9 @@ def test_search_for_usable_samples_ends(monkeypatch):
 
     with pytest.raises(LoaderError) as raised:
         BatchPlanner(order, sizes, 4, SEQ_LEN, 5000).next_batch()
-    assert str(raised.value) == (
-        "100032 consecutive draws gave no usable sample: each is empty or exceeds data.seq_len or"
-        " data.max_patches (5000); samples longer than data.seq_len 1024: 33,334 of 100,000, the longest of"
-        " 1,034 tokens. Raise data.seq_len or data.max_patches (5000), or lower data.max_pixels if images"
-        " fill rows"
-    )
+    message = str(raised.value)
+    assert message.startswith("100032 consecutive draws gave no usable sample: each is empty or exceeds")
+    assert "longer than data.seq_len 1024: 33,334 of 100,000, the longest of 1,034 tokens. Raise" in message
 
 
 @pytest.mark.parametrize(
@@ -246,12 +214,12 @@ def test_rows_of_two_to_819_samples_are_full(images, texts, rows, seq_len):
     tokens = seen + chance.integers(*texts, 40_000)
     order = SampleOrder([40_000], [1.0], 5, is_shuffled=True)
     plan = BatchPlanner(order, lambda _, index: (tokens[index], 4 * seen[index]), rows, seq_len, 0)
-    counts, draw = [], SampleOrder.draw_samples
-    order.draw_samples = lambda count: (counts.append(count), draw(order, count))[1]  # type: ignore
+    draw = Mock(wraps=order.draw_samples)
+    order.draw_samples = draw  # type: ignore[method-assign]
     batches = [plan.next_batch() for _ in range(8)]
     filled = [np.bincount(b.row_of_sample, b.sample_table[2], rows).mean() / seq_len for b in batches]
     assert np.mean(filled) > 0.99
-    assert len(counts) < 80  # draws of 64 would look at those that wait thousands of times
+    assert draw.call_count < 80  # draws of 64 would look at those that wait thousands of times
 
 
 def test_oldest_sample_never_waits_long():
@@ -281,12 +249,8 @@ def test_sample_order_of_a_source_ignores_weights():
 def test_finished_draws_by_hand():
     """Draw 3 of "a" waits with two of its parts, "b" gave one row, "c" has left the blend."""
     part = 1 << 40
-    state = {
-        "keys": ["a", "b", "d"],
-        "drawn": {"a": 5, "b": 1, "c": 4, "d": 0},
-        "waiting": np.array([[0, 0, 0], [3 + part, 3 + 2 * part, 4]]),
-        "aside": {"c": [2, 2 + part]},
-    }
+    drawn, waiting = {"a": 5, "b": 1, "c": 4, "d": 0}, np.array([[0, 0, 0], [3 + part, 3 + 2 * part, 4]])
+    state = {"keys": ["a", "b", "d"], "drawn": drawn, "waiting": waiting, "aside": {"c": [2, 2 + part]}}
     assert count_finished_draws(state) == {"a": 3, "b": 1, "c": 3, "d": 0}
 
 
@@ -294,20 +258,12 @@ def test_planner_rejects_damaged_states():
     tokens, patches = mixed_sizes(100)
     good = planner(tokens, patches).planner_state()
     planner(tokens, patches).restore_state(good)
-    damages: list[dict[str, Any]] = [
-        {"waiting": None},
-        {"waiting": np.zeros(3)},
-        {"waiting": np.array([[0, -1], [3, 4]])},
-        {"waiting": np.array([[0, 1], [3, 4]])},
-        {"drawn": 3},
-        {"keys": None},
-        {"aside": 3},
-    ]
-    for changed in damages:
+    waiting = None, np.zeros(3), np.array([[0, -1], [3, 4]]), np.array([[0, 1], [3, 4]])
+    others: list[dict[str, Any]] = [{"drawn": 3}, {"keys": None}, {"aside": 3}]
+    damaged = [{}, *(good | change for change in (*({"waiting": each} for each in waiting), *others))]
+    for state in damaged:
         with pytest.raises(LoaderStateError, match="damaged"):
-            planner(tokens, patches).restore_state(good | changed)
-    with pytest.raises(LoaderStateError, match="damaged"):
-        planner(tokens, patches).restore_state({})
+            planner(tokens, patches).restore_state(state)
 
 
 # --- Passes over the data -----------------------------------------------------------------------------------
@@ -325,7 +281,6 @@ def planner_of_passes(samples: int, rows: int, passes: int, *, packs: bool = Tru
 
 
 def trained_samples(plan: BatchPlanner, steps: int | None = None) -> list[list[int]]:
-    """The samples of each step that have tokens."""
     batches = []
     while not plan.is_at_end and steps != len(batches):
         batch = plan.next_batch()
@@ -372,3 +327,78 @@ def test_pass_of_a_blend_needs_repetitions():
     assert SampleOrder([10, 20], [0.5, 0.5], seed=1, is_shuffled=True).pass_size is None
     repeated = SampleOrder([10, 20], [0.5, 0.5], seed=1, is_shuffled=True, draws_per_pass=[20, 20])
     assert repeated.pass_size == 40
+
+
+# --- The order of samples: each once in an epoch, by blocks of a shard, and any position at once -----------
+
+UNEVEN = np.random.default_rng(0).integers(1, 2000, 1000)
+
+
+def order_of(*shards: int, block: int) -> BlockOrder:
+    return BlockOrder(np.array(shards, np.int64), block)
+
+
+@pytest.mark.parametrize("block", [1, 16, 5000])
+def test_block_order_has_a_million_samples_once(block):
+    order = order_of(*UNEVEN.tolist(), block=block)
+    walk = order.samples(np.arange(order.size), 7)
+    assert (np.bincount(walk, minlength=order.size) == 1).all()
+    at = np.random.default_rng(1).integers(0, order.size, 1000)
+    assert (order.samples(at, 7) == walk[at]).all()
+    assert (order.samples(np.arange(1000), 8) != walk[:1000]).mean() > 0.99, "another epoch has another order"
+
+
+@pytest.mark.parametrize("shards", [[1], [1] * 70, [3, 1, 999, 40], [31], [64] * 33, [7] * 40 + [2]], ids=str)
+@pytest.mark.parametrize("block", [1, 3, 8, 10_000])
+def test_block_order_of_small_data_sets_has_each_sample_once(shards, block):
+    order = order_of(*shards, block=block)
+    walk = order.samples(np.arange(order.size), 3)
+    assert sorted(walk.tolist()) == [*range(order.size)]
+    positions = range(0, order.size, 1 + order.size // 100)
+    single = [order.samples(np.array([position]), 3)[0] for position in positions]
+    assert single == walk[positions].tolist()
+
+
+def test_block_order_keeps_blocks_together():
+    """Of 400 shards of 100 samples, each has six blocks of 16 and an end of 4."""
+    order = order_of(*[100] * 400, block=16)
+    walk = order.samples(np.arange(order.size), 5)
+    shard, number = np.divmod(walk, 100)
+    at = np.flatnonzero(number < 96)
+    block = (shard * 6 + number // 16)[at]
+    first, last = np.full(2400, order.size), np.zeros(2400, np.int64)
+    np.minimum.at(first, block, at)
+    np.maximum.at(last, block, at)
+
+    # Lanes begin in the middle of a block, the rest of which comes at the end of the epoch.
+    whole = last - first < LANES * 16
+    assert whole.sum() >= 2400 - LANES and (np.bincount(block) == 16).all()
+    # New blocks are needed at a steady rate: one for 16 draws, of which 0.96 are no ends.
+    begun = np.bincount(first[whole] // (LANES * 16))[1:-2]
+    assert len(begun) > 30 and begun.min() > 0.75 * LANES and begun.max() <= 1.25 * LANES
+    # A batch of 64 holds one sample of each lane, which are seldom of one shard.
+    batches = shard[: 30_000 // 64 * 64].reshape(-1, 64)
+    assert max(Counter(batch.tolist()).most_common(1)[0][1] for batch in batches) <= 5
+
+
+def test_block_order_of_single_samples_is_a_full_shuffle():
+    size = 1000 * LANES
+    order = order_of(*[50] * (size // 50), block=1)
+    assert (order.samples(np.arange(size), 9) == permute_positions(np.arange(size), size, 9)).all()
+
+
+def test_block_order_of_10_8_samples_needs_flat_memory():
+    order = BlockOrder(np.full(100_000, 1000, np.int64), 16)
+    some = np.array([0, 10**8 - 1, 5 * 10**7, 33_333_333])
+    assert len(set(order.samples(some, 3).tolist())) == 4
+    held = sum(value.nbytes for value in vars(order).values() if isinstance(value, np.ndarray))
+    assert held == 4 * 8 * 100_000, "four numbers for each shard"
+
+
+def test_order_depends_on_seed_epoch_and_data_set():
+    def first(seed: int, number: int, key: str) -> list[int]:
+        order = SampleOrder([1000], [1.0], seed, is_shuffled=True, source_keys=[key], block_size=4)
+        return order.sample_indices(np.zeros(50, np.int64), number + np.arange(50)).tolist()
+
+    orders = [first(1, 0, "a"), first(2, 0, "a"), first(1, 1000, "a"), first(1, 0, "b")]
+    assert len(set(map(tuple, orders))) == 4 and first(1, 0, "a") == orders[0]

@@ -1,15 +1,8 @@
 """Prompts of Qwen3.5 with images, videos, thinking and calls, worked out by hand: tokens and positions.
 
-The rules are those of the models' own code, as vLLM serves them (its Qwen3.5 takes the processor and the
-positions of its Qwen3-VL):
-
-* The pair of tokens that the template writes around a video is replaced by the frame groups, each
-  ``<TIME seconds><|vision_start|>...<|vision_end|>``. TIME is the mean of the times of the group's first and
-  last frame, to a tenth.
-* An image or a frame group at position p spans p + (0, row, column), in units of 32 pixels. What follows
-  goes on one after the largest of these positions. Everything else counts up in all three rows alike.
-
-The vocabulary is Qwen2's released one with Qwen3.5's tokens for thinking and tools.
+An image or a frame group at position p spans p + (0, row, column), in units of 32 pixels; what follows goes
+on one after the largest of these. A video becomes groups ``<TIME seconds><|vision_start|>...<|vision_end|>``:
+TIME is the mean of the times of the group's first and last frame, to a tenth.
 """
 
 import shutil
@@ -23,9 +16,9 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.grids import VideoInfo, frame_indices, image_grid, video_grid
 from megatron_vl.data.sample.pixel_settings import read_pixel_settings
 from megatron_vl.spec.positions import mrope_positions
+from tests.data.helpers import IMAGE, VIDEO, assistant, text, user
 from tests.data.test_thinking import CALL, DRY, LARGE, RESULT, TOOL_CALL, thinking_encoder
 
-IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 SIZE = (250, 330)
 """Pixels. The nearest multiples of 32 are 256 x 320, more than the least area of 65,536: 8 x 10 units."""
 CLIP = VideoInfo(frame_count=100, fps=25.0, height=70, width=100)
@@ -68,15 +61,12 @@ Run = tuple[int, list[str]] | Unit
 """The position of the first token, and the tokens."""
 
 
-def text(content: str) -> dict[str, str]:
-    return {"type": "text", "text": content}
-
-
+CALLED = [*TOOL_CALL, *NEXT, *DRY, *ASSISTANT, *OPENED]
 # The numbers are counted by hand: a run of n tokens at p ends at p + n - 1, and 8 x 10 units at p end at
 # p + 9 (the last column), 2 x 3 units at p + 2.
 GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
     "an image": (
-        [{"role": "user", "content": [IMAGE, text("What?")]}],
+        [user([IMAGE, text("What?")])],
         None,
         [
             (0, [*USER, START]),  # to 3
@@ -85,7 +75,7 @@ GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
         ],
     ),
     "a video, without thinking": (
-        [{"role": "user", "content": [VIDEO, text("Who?")]}],
+        [user([VIDEO, text("Who?")])],
         False,
         [
             (0, [*USER, *time("0", "3")]),  # 0.28; 3 + 7 tokens, to 9
@@ -102,9 +92,9 @@ GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
     # What was thought before the first answer is left out.
     "an image, an answer, and a video": (
         [
-            {"role": "user", "content": [IMAGE, text("What?")]},
-            {"role": "assistant", "reasoning_content": "Hm.", "content": "A cat."},
-            {"role": "user", "content": [text("Now"), VIDEO]},
+            user([IMAGE, text("What?")]),
+            assistant("A cat.", reasoning_content="Hm."),
+            user([text("Now"), VIDEO]),
         ],
         True,
         [
@@ -113,10 +103,7 @@ GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
             # 1 + 2 + 2 to 18, 3 + 3 + 2 to 26, 3 + 1 to 30, 7 to 37
             (
                 14,
-                [
-                    *(END, "What", "?", *NEXT, *ASSISTANT, "A", " cat", ".", *NEXT),
-                    *(*USER, "Now", *time("0", "3")),
-                ],
+                [END, "What", "?", *NEXT, *ASSISTANT, "A", " cat", ".", *NEXT, *USER, "Now", *time("0", "3")],
             ),
             Unit(38, 2, 3),  # to 40
             (41, [END, *time("1", "4")]),  # to 48
@@ -130,18 +117,12 @@ GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
     ),
     # The call belongs to the last question, so that what was thought before it stays.
     "an image, a call and its result": (
-        [{"role": "user", "content": [text("Hi"), IMAGE]}, CALL, RESULT],
+        [user([text("Hi"), IMAGE]), CALL, RESULT],
         None,
         [
             (0, [*USER, "Hi", START]),  # to 4
             Unit(5, 8, 10, "<|image_pad|>"),  # to 14
-            (
-                15,
-                [
-                    *(END, *NEXT, *ASSISTANT, *OPENED, "Look", ".\n", "</think>", "\n\n"),
-                    *(*TOOL_CALL, *NEXT, *DRY, *ASSISTANT, *OPENED),
-                ],
-            ),
+            (15, [END, *NEXT, *ASSISTANT, *OPENED, "Look", ".\n", "</think>", "\n\n", *CALLED]),
         ],
     ),
 }
@@ -149,7 +130,6 @@ GOLDEN: dict[str, tuple[list[dict], bool | None, list[Run]]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Processors of Qwen3.5-9B as released."""
     path = tmp_path_factory.mktemp("prompts")
     for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
         shutil.copy(Path(__file__).with_name(f"qwen3_5.{name}"), path / name)

@@ -1,4 +1,4 @@
-"""Orders of roles, images in results, digits of arguments, and conversations that end unfinished."""
+"""Orders of roles, digits of arguments, and conversations that end unfinished."""
 
 import json
 import tarfile
@@ -13,29 +13,21 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
 from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE
 from megatron_vl.data.sample.written_numbers import WrittenNumber, dump_json, read_number
-from megatron_vl.spec.positions import GridTHW
 from tests.data.datasets import converted, open_loader
-from tests.data.helpers import spec_of
-from tests.data.media import encoded, write
+from tests.data.helpers import IMAGE, assistant, spec_of, system, text, user
 from tests.data.test_chat import released_tokenizer_folder
 from tests.data.test_thinking import LARGE, LATER, thinking_encoder
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
-ASK = {"role": "user", "content": "Hi"}
-SAY = {"role": "assistant", "content": "Hello"}
-RULE = {"role": "system", "content": "Be brief."}
-IMAGE = {"type": "image"}
-DRAWN = {"role": "tool", "content": [IMAGE, {"type": "text", "text": "seen"}]}
+ASK, SAY, RULE = user("Hi"), assistant("Hello"), system("Be brief.")
+DRY = {"role": "tool", "content": "dry"}
+DRAWN = {"role": "tool", "content": [IMAGE, text("seen")]}
 
 
-def call(arguments: Any = None, **keys: Any) -> dict[str, Any]:
+def call(arguments: Any = None) -> dict[str, Any]:
     function = {"name": "look", "arguments": {"x": 1} if arguments is None else arguments}
-    return {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": function} | keys],
-    }
+    return assistant("", tool_calls=[{"type": "function", "function": function}])
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +63,10 @@ def trained_text(ours: ChatEncoder, messages: list[dict], grids: Any = (), **mor
 
 ORDERS = {
     "a late system turn": [ASK, SAY, RULE, ASK, SAY],
-    "two system turns": [RULE, {**RULE, "content": "Be kind."}, ASK, SAY],
-    "two users": [ASK, {**ASK, "content": "Hm?"}, SAY],
-    "two assistants": [ASK, SAY, {**SAY, "content": "Anything else?"}],
-    "a user after a result": [ASK, call(), {"role": "tool", "content": "dry"}, ASK, SAY],
+    "two system turns": [RULE, system("Be kind."), ASK, SAY],
+    "two users": [ASK, user("Hm?"), SAY],
+    "two assistants": [ASK, SAY, assistant("Anything else?")],
+    "a user after a result": [ASK, call(), DRY, ASK, SAY],
 }
 HELLO, MORE, BLOCK = "Hello<|im_end|>", "Anything else?<|im_end|>", "<tool_call>\n"
 CALLED = '<tool_call>\n{"name": "look", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
@@ -127,15 +119,13 @@ def test_turns_that_the_template_refuses_are_to_be_joined(order, tmp_path) -> No
     [[SAY, ASK, SAY], [RULE, SAY], [ASK, SAY, DRAWN, SAY], [ASK, call(), ASK, SAY], [ASK, call(), SAY]],
 )
 def test_conversations_without_a_question_or_a_result_are_refused(messages) -> None:
-    images = [{"images": ["a.png"]} if DRAWN in messages else {}][0]
     with pytest.raises(RecordError) as caught:
-        read_conversation({"messages": messages} | images)
+        read_conversation({"messages": messages, "images": ["a.png"] * (DRAWN in messages)})
     assert caught.value.reason == "wrong role order"
 
 
 # --- Unfinished conversations -------------------------------------------------------------------------------
 
-DRY = {"role": "tool", "content": "dry"}
 TWO = {**call(), "tool_calls": call()["tool_calls"] * 2}
 UNFINISHED = {
     "a user's turn": ([ASK, SAY, ASK], 2, 1),
@@ -153,49 +143,6 @@ def test_finished_turns_are_kept(encoders, end) -> None:
     read = read_conversation({"messages": messages})
     assert (read.messages, read.unfinished_turns) == (messages[:kept], left_out)
     assert trained_text(encoders["tools"], read.messages)
-
-
-def test_last_thinking_is_trained_on_although_a_question_follows(encoders) -> None:
-    thought = {"role": "assistant", "reasoning_content": "Hm.", "content": "Hello"}
-    read = read_conversation({"messages": [ASK, thought, ASK]})
-    assert trained_text(encoders[LARGE], read.messages) == f"Hm.\n</think>\n\n{HELLO}"
-
-
-def test_media_of_unfinished_turns_are_left_out_and_the_turns_counted(tmp_path: Path, capsys) -> None:
-    for name in ("a", "b"):
-        write(tmp_path / f"media/{name}.png", encoded(56, 56))
-    shown, seen = {"type": "image", "image": "b.png"}, {"role": "user", "content": "<image>?"}
-    records = [
-        {"images": ["a.png", "b.png"], "messages": [seen, SAY, seen]},
-        {"messages": [ASK, call(), {"role": "tool", "content": [shown]}]},
-        {"messages": [ASK]},
-    ]
-    (tmp_path / "in.json").write_text(json.dumps(records))
-    words = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path / "media"), "--workers", "1"]
-    assert main(["data", "convert", *words, "--out", str(tmp_path / "out")]) == 3
-    assert "2 turns after the last answer of their conversation are left out" in capsys.readouterr().out
-    report = json.loads((tmp_path / "out/report.json").read_text())
-    assert (report["samples"], report["images"], report["unfinished_turns"]) == (2, 1, 2)
-    assert list(report["refused"].values()) == [{"no assistant turn": 1}]
-
-
-# --- Images in results --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", ["tools", LARGE, LATER])
-def test_images_of_results_stand_where_the_result_has_them(encoders, model) -> None:
-    part = {"type": "image", "image": "a.png"}
-    text = {"type": "text", "text": "seen"}
-    listed = {"images": ["a.png"], "messages": [ASK, call(), {**DRAWN, "content": "<image>seen"}, SAY]}
-    typed = {"messages": [ASK, call(), {**DRAWN, "content": [part, text]}, SAY]}
-    for record in (listed, typed):
-        read = read_conversation(record)
-        assert read.messages[2] == DRAWN and read.media_references == [("image", "a.png")]
-        ids, mask = encoders[model].encode(read.messages, [GridTHW(1, 4, 4)])
-        whole = encoders[model].tokenizer.decode(ids)
-        pads = "<|image_pad|>" * 4
-        assert f"<tool_response>\n<|vision_start|>{pads}<|vision_end|>seen\n</tool_response>" in whole
-        assert "seen" not in encoders[model].tokenizer.decode(ids[mask.bool()])
 
 
 # --- Digits of arguments ------------------------------------------------------------------------------------
@@ -226,9 +173,11 @@ def test_arguments_keep_their_digits(encoders, tmp_path, as_text) -> None:
     assert ids.tolist() == ours.tokenizer(reference)["input_ids"]
     assert DIGITS in ours.tokenizer.decode(ids[mask.bool()])
     for model in (LARGE, LATER):
-        text = encoders[model].render_conversation(messages)
-        assert '<parameter=x>\n0.10\n</parameter>\n<parameter=deep>\n[1.50, {"y": -0.0, "z": 1e5}]\n' in text
-        assert "<parameter=n>\n7\n</parameter>\n<parameter=f>\n2.5\n" in text and "\ufdd0" not in text
+        written = encoders[model].render_conversation(messages)
+        assert (
+            '<parameter=x>\n0.10\n</parameter>\n<parameter=deep>\n[1.50, {"y": -0.0, "z": 1e5}]\n' in written
+        )
+        assert "<parameter=n>\n7\n</parameter>\n<parameter=f>\n2.5\n" in written and "\ufdd0" not in written
 
 
 def test_digits_are_stored_as_they_were_written(tmp_path: Path) -> None:
@@ -241,9 +190,8 @@ def test_digits_are_stored_as_they_were_written(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "out/train-000000.tar") as tar:
         stored = tar.extractfile("000000000.json").read().decode()
     assert DIGITS in stored
-    read = json.loads(stored, parse_float=read_number)["messages"][1]["tool_calls"][0]["function"][
-        "arguments"
-    ]
+    [called] = json.loads(stored, parse_float=read_number)["messages"][1]["tool_calls"]
+    read = called["function"]["arguments"]
     assert read == json.loads(DIGITS) and isinstance(read["x"], WrittenNumber) and type(read["f"]) is float
 
 

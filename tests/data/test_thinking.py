@@ -4,54 +4,34 @@ The vocabulary is Qwen2's released one with Qwen3.5's tokens for thinking and to
 end around thinking is the same in Qwen3.5's.
 """
 
-import json
 import random
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
-from megatron_vl.data.sample.stop_tokens import read_stop_tokens
 from megatron_vl.data.sample.thinking import GeneratedAnswer, opens_thinking, split_thinking
 from megatron_vl.spec.positions import GridTHW
-from tests.data.helpers import mask_one_by_one, spec_of
+from tests.data.helpers import IMAGE, assistant, mask_one_by_one, spec_of, system, text, user
 from tests.data.test_chat import released_tokenizer_folder
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "hf_configs"
 LARGE, SMALL, LATER = "Qwen3.5-9B", "Qwen3.5-0.8B", "Qwen3.6-27B"
-QUESTION = {"role": "user", "content": "Hi"}
-NEXT = {"role": "user", "content": "And?"}
-PLAIN = {"role": "assistant", "content": "Yes."}
-THOUGHT = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nNo."}
-APART = {"role": "assistant", "reasoning_content": "Hm.", "content": "No."}
-CALL = {
-    "role": "assistant",
-    "reasoning_content": "Look.",
-    "content": "",
-    "tool_calls": [{"type": "function", "function": {"name": "rain", "arguments": {"city": "Rome"}}}],
-}
+QUESTION, NEXT = user("Hi"), user("And?")
+PLAIN, THOUGHT = assistant("Yes."), assistant("<think>\nHm.\n</think>\n\nNo.")
+APART = assistant("No.", reasoning_content="Hm.")
+RAIN_CALL = {"type": "function", "function": {"name": "rain", "arguments": {"city": "Rome"}}}
+CALL = assistant("", reasoning_content="Look.", tool_calls=[RAIN_CALL])
 RESULT = {"role": "tool", "content": "dry"}
 
 OPEN = ["<|im_start|>", "assistant", "\n"]
 HI = ["<|im_start|>", "user", "\n", "Hi", "<|im_end|>", "\n"]
 AND = ["<|im_start|>", "user", "\n", "And", "?", "<|im_end|>", "\n"]
 BLOCK = ["<think>", "\n\n", "</think>", "\n\n"]
-DRY = [
-    "<|im_start|>",
-    "user",
-    "\n",
-    "<tool_response>",
-    "\n",
-    "dry",
-    "\n",
-    "</tool_response>",
-    "<|im_end|>",
-    "\n",
-]
+DRY = [*HI[:3], "<tool_response>", "\n", "dry", "\n", "</tool_response>", "<|im_end|>", "\n"]
 TOOL_CALL = [
     *("<tool_call>", "\n", "<", "function", "=", "rain", ">\n", "<", "parameter", "=", "city", ">\n"),
     *("R", "ome", "\n"),
@@ -79,65 +59,47 @@ def pieces(ours: ChatEncoder, messages: list[dict]) -> list[tuple[list[str], boo
     return found
 
 
-GOLDEN = {
+YES, NO = ["Yes", ".", "<|im_end|>"], ["No", ".", "<|im_end|>"]
+HM = ["H", "m", ".\n", "</think>", "\n\n", *NO]
+THINK = ["<think>", "\n"]
+# Messages, settings, and the tokens: those that are trained on have a 1. A newline follows each answer.
+GOLDEN: dict[str, tuple[list[dict], dict[str, str], list[tuple[list[str], int]]]] = {
     # A served model is asked with the whole empty block, or with its opening.
-    "without thinking": (
-        [QUESTION, PLAIN],
-        {},
-        [(HI + OPEN + BLOCK, 0), (["Yes", ".", "<|im_end|>"], 1), (["\n"], 0)],
-    ),
+    "without thinking": ([QUESTION, PLAIN], {}, [(HI + OPEN + BLOCK, 0), (YES, 1), (["\n"], 0)]),
     "without thinking, trained": (
         [QUESTION, PLAIN],
         {"empty_think": "trained"},
         # "\n\n" is one token; a request ends within it, so it cannot be trained on.
-        [(HI + OPEN + BLOCK[:2], 0), ([*BLOCK[2:], "Yes", ".", "<|im_end|>"], 1), (["\n"], 0)],
+        [(HI + OPEN + BLOCK[:2], 0), (BLOCK[2:] + YES, 1), (["\n"], 0)],
     ),
-    "with thinking": (
-        [QUESTION, THOUGHT],
-        {},
-        [
-            (HI + OPEN + ["<think>", "\n"], 0),
-            (["H", "m", ".\n", "</think>", "\n\n", "No", ".", "<|im_end|>"], 1),
-            (["\n"], 0),
-        ],
-    ),
+    "with thinking": ([QUESTION, THOUGHT], {}, [(HI + OPEN + THINK, 0), (HM, 1), (["\n"], 0)]),
     # The template drops the thinking of the first answer.
     "several turns": (
         [QUESTION, THOUGHT, NEXT, PLAIN],
         {},
-        [
-            (HI + OPEN, 0),
-            (["No", ".", "<|im_end|>"], 1),
-            (["\n"] + AND + OPEN + BLOCK, 0),
-            (["Yes", ".", "<|im_end|>"], 1),
-            (["\n"], 0),
-        ],
+        [(HI + OPEN, 0), (NO, 1), (["\n"] + AND + OPEN + BLOCK, 0), (YES, 1), (["\n"], 0)],
     ),
     "several turns, the last ones": (
         [QUESTION, PLAIN, NEXT, THOUGHT],
         {"earlier_answers": "masked"},
-        [
-            (HI + OPEN + ["Yes", ".", "<|im_end|>", "\n"] + AND + OPEN + ["<think>", "\n"], 0),
-            (["H", "m", ".\n", "</think>", "\n\n", "No", ".", "<|im_end|>"], 1),
-            (["\n"], 0),
-        ],
+        [(HI + OPEN + YES + ["\n"] + AND + OPEN + THINK, 0), (HM, 1), (["\n"], 0)],
     ),
     # After the question, the thinking before a call stays.
     "a tool": (
         [QUESTION, CALL, RESULT, PLAIN],
         {},
         [
-            (HI + OPEN + ["<think>", "\n"], 0),
+            (HI + OPEN + THINK, 0),
             (["Look", ".\n", "</think>", "\n\n", *TOOL_CALL, "<|im_end|>"], 1),
             (["\n"] + DRY + OPEN + BLOCK, 0),
-            (["Yes", ".", "<|im_end|>"], 1),
+            (YES, 1),
             (["\n"], 0),
         ],
     ),
     "nothing after the question": (
         [QUESTION, PLAIN, NEXT],
         {},
-        [(HI + OPEN, 0), (["Yes", ".", "<|im_end|>"], 1), (["\n"] + AND, 0)],
+        [(HI + OPEN, 0), (YES, 1), (["\n"] + AND, 0)],
     ),
 }
 
@@ -146,18 +108,15 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_tokens_and_loss_written_by_hand(model, name) -> None:
     messages, rule, expected = GOLDEN[name]
-    assert pieces(thinking_encoder(model, **rule), messages) == [(text, bool(n)) for text, n in expected]
+    assert pieces(thinking_encoder(model, **rule), messages) == expected
 
 
 # --- Requests -----------------------------------------------------------------------------------------------
 
 # The end of the prompt: 9B and 3.6 think unless told otherwise, 0.8B thinks only if asked to.
 OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
-REQUESTED = {
-    **{(model, think): OPENED for model in (LARGE, LATER) for think in (None, True)},
-    **{(model, False): CLOSED for model in (LARGE, LATER)},
-    **{(SMALL, think): OPENED if think else CLOSED for think in (None, True, False)},
-}
+REQUESTED = {(model, think): OPENED for model in (LARGE, LATER, SMALL) for think in (None, True, False)}
+REQUESTED |= {(LARGE, False): CLOSED, (LATER, False): CLOSED, (SMALL, None): CLOSED, (SMALL, False): CLOSED}
 EARLIER = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n"
 """The first answer, without what it thought."""
 ASKED = "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
@@ -206,52 +165,15 @@ def test_generated_answer_is_what_follows_the_thinking(generated, opened, said) 
     assert split_thinking(generated, opened) == said
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "of_tokenizer", "stop"),
-    [
-        # Qwen3.5-27B: generation_config.json is all that counts.
-        ({"eos_token_id": [248046, 248044]}, {"eos_token_id": 248044}, 248046, [248046, 248044]),
-        # Up to 9B there is no such file, and config.json names <|endoftext|> alone.
-        (None, {"text_config": {"eos_token_id": 248044}}, 248046, [248046, 248044]),
-        (None, {"eos_token_id": 5}, None, [5]),
-        ({"top_k": 1}, {}, 5, [5]),
-        ({"eos_token_id": 0}, {}, 5, [0]),
-    ],
-)
-def test_stop_tokens_end_a_turn(generation, config, of_tokenizer, stop, tmp_path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=of_tokenizer)) == stop
-
-
-def test_stop_tokens_are_required(tmp_path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ChatError, match="eos_token_id"):
-        read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=None))
-
-
-# --- What is trained on -------------------------------------------------------------------------------------
-
-
-def test_reasoning_may_stand_in_a_field_of_its_own() -> None:
-    ours = thinking_encoder(LARGE)
-    assert pieces(ours, [QUESTION, APART]) == pieces(ours, [QUESTION, THOUGHT])
-
-
 # --- Turns found together equal turns found one by one ------------------------------------------------------
 
 WORDS = [
     *("Yes.", "answer", "answerx", " spaces ", "", "\n\nnew lines\n", "Café ☕ 漢字", "assistant\n"),
     *("<think>\nHm.\n</think>\n\nNo.", "<think>\n\n</think>\n\nNo.", "<think>open", "</think>", "a</think>b"),
-    *(
-        "<|im_end|>",
-        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>assistant\n",
-    ),
+    *("<|im_end|>", "<|im_start|>assistant\n"),
+    "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
 ]
 TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object", "properties": {}}}}
-IMAGE = {"type": "image"}
 
 
 def random_conversation(draw: random.Random, features: bool) -> list[dict]:
@@ -259,30 +181,28 @@ def random_conversation(draw: random.Random, features: bool) -> list[dict]:
 
     def content() -> str | list[dict]:
         words = [draw.choice(WORDS) for _ in range(draw.choice([1, 1, 2]))]
-        parts = [
-            draw.choice([IMAGE, {"type": "text", "text": w}]) if draw.random() < 0.3 else w for w in words
-        ]
+        parts = [draw.choice([IMAGE, text(w)]) if draw.random() < 0.3 else w for w in words]
         if draw.random() < 0.6:
             return "".join(p for p in parts if isinstance(p, str))
-        return [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
+        return [text(p) if isinstance(p, str) else p for p in parts]
 
-    messages: list[dict] = [{"role": "system", "content": "Be brief."}] if draw.random() < 0.3 else []
+    messages: list[dict] = [system("Be brief.")] if draw.random() < 0.3 else []
     for _ in range(draw.randint(1, 4)):
         if draw.random() < 0.9 or features:
-            messages.append({"role": "user", "content": content()})
+            messages.append(user(content()))
         for _ in range(draw.choice([1, 1, 1, 2])):
-            answer: dict = {"role": "assistant", "content": content()}
+            answer = assistant(content())
             if draw.random() < 0.3:
                 answer["loss_weight"] = draw.choice([0.0, 0.5, 2.0])
             if features and draw.random() < 0.3:
                 answer["reasoning_content"] = draw.choice(WORDS)
             if features and draw.random() < 0.3:
-                calls = [CALL["tool_calls"][0]] * draw.randint(1, 2)
+                calls = [RAIN_CALL] * draw.randint(1, 2)
                 messages += [answer | {"tool_calls": calls}, *([RESULT] * len(calls))]
                 continue
             messages.append(answer)
     if draw.random() < 0.2:
-        messages.append({"role": "user", "content": content()})
+        messages.append(user(content()))
     return messages
 
 
@@ -302,9 +222,8 @@ def test_answers_found_together_equal_those_found_one_by_one(model, rule) -> Non
         except ChatError:  # the template has no question in it
             continue
         plain = [{k: v for k, v in m.items() if k != "loss_weight"} for m in messages]
-        images = ours.render_conversation(plain, tools=tools).count(
-            ours.image_token
-        )  # thinking may hold some, and is dropped
+        # Thinking may hold some, and is dropped.
+        images = ours.render_conversation(plain, tools=tools).count(ours.image_token)
         try:
             ids, mask = ours.encode(messages, [GridTHW(1, 2, 2)] * images, tools)
         except ChatError:
@@ -315,10 +234,3 @@ def test_answers_found_together_equal_those_found_one_by_one(model, rule) -> Non
             encoded += 1
         compared += 1
     assert compared > 40 and encoded > 8
-
-
-def test_answers_are_found_in_a_text_full_of_the_mark() -> None:
-    """The word that stands for an answer must not occur in the text, whatever the text holds."""
-    ours = thinking_encoder(LARGE)
-    ids, mask = ours.encode([{"role": "user", "content": "answer" + "x" * 200_000}, PLAIN], [])
-    assert ours.tokenizer.decode(ids[mask]) == "Yes.<|im_end|>"

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import transformers
 from packaging.version import Version
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from megatron_vl.config import parse_config
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.resolve import resolve_run
+from tests.data.helpers import assistant, user
 from toolkit.cli import main
 from toolkit.common.hf_loading import load_hf_processor
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 TEXTS = [
-    "abc 123456 x",
-    "हिन्दी में",
-    "กำลัง",
-    "x\u0323\u0302 e\u0301",
-    "don't\n\n x",
-    "\ufb01 Å \u212b ２０２６",
-    "ABC",
+    *("abc 123456 x", "ABC", "x\u0323\u0302 e\u0301", "don't\n\n x", "\ufb01 Å \u212b ２０２６"),
+    *("हिन्दी में", "กำลัง"),
     "עִבְרִית, العَرَبِيَّة",
     "日本語 ２３ 👩‍👩‍👧",
 ]
@@ -40,26 +37,23 @@ MARKS_ARE_LETTERS = Version(transformers.__version__) >= Version("5.24")
 """Whether the class that transformers takes for a folder of Qwen3.5 joins marks and letters."""
 
 
-def replace_pattern(rules: dict, old: str, new: str) -> None:
-    pattern = rules["pre_tokenizer"]["pretokenizers"][0]["pattern"]
-    pattern["Regex"] = pattern["Regex"].replace(old, new, 1)
+def steps(rules: dict) -> list[dict]:
+    """Of the pre-tokenizer: the first splits by a pattern, the second makes bytes."""
+    return rules["pre_tokenizer"]["pretokenizers"]
 
 
+DIGIT, DIGITS = r"\p{N}|", r"\p{N}{1,3}|"
 CHANGES = {
     "as written": lambda rules: None,
-    "marks with letters": lambda rules: replace_pattern(
-        rules, rules["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], MARKS
+    "marks with letters": lambda rules: steps(rules)[0]["pattern"].update(Regex=MARKS),
+    "digits by three": lambda rules: steps(rules)[0].update(
+        pattern={"Regex": steps(rules)[0]["pattern"]["Regex"].replace(DIGIT, DIGITS, 1)}
     ),
-    "digits by three": lambda rules: replace_pattern(rules, r"\p{N}|", r"\p{N}{1,3}|"),
     "no normaliser": lambda rules: rules.update(normalizer=None),
     "lower case": lambda rules: rules.update(normalizer={"type": "Lowercase"}),
     "NFKC": lambda rules: rules.update(normalizer={"type": "NFKC"}),
-    "white space alone": lambda rules: rules["pre_tokenizer"]["pretokenizers"].insert(
-        0, {"type": "WhitespaceSplit"}
-    ),
-    "a space in front": lambda rules: rules["pre_tokenizer"]["pretokenizers"][1].update(
-        add_prefix_space=True
-    ),
+    "white space alone": lambda rules: steps(rules).insert(0, {"type": "WhitespaceSplit"}),
+    "a space in front": lambda rules: steps(rules)[1].update(add_prefix_space=True),
 }
 REPLACED = {"no normaliser": "normaliser", "lower case": "normaliser", "NFKC": "normaliser"}
 
@@ -68,20 +62,17 @@ REPLACED = {"no normaliser": "normaliser", "lower case": "normaliser", "NFKC": "
 def folder(request, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp(request.param) / "hf"
     write_tiny_checkpoint(path, request.param)
-    (path / "kept.json").write_text((path / "tokenizer.json").read_text())
-    (path / "kept_config.json").write_text((path / "tokenizer_config.json").read_text())
+    shutil.copytree(path, path.with_name("kept"))
     return path
 
 
 def write_rules(folder: Path, change, tokenizer_class: str | None) -> Tokenizer:
-    rules = json.loads((folder / "kept.json").read_text())
-    change(rules)
+    kept = folder.with_name("kept")
+    change(rules := json.loads((kept / "tokenizer.json").read_text()))
     (folder / "tokenizer.json").write_text(json.dumps(rules))
-    config = json.loads((folder / "kept_config.json").read_text())
-    config.pop("tokenizer_class", None)
-    if tokenizer_class:
-        config["tokenizer_class"] = tokenizer_class
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    config = json.loads((kept / "tokenizer_config.json").read_text()) | {"tokenizer_class": tokenizer_class}
+    named = {name: value for name, value in config.items() if value is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -98,7 +89,7 @@ def test_token_ids_are_those_of_the_file(folder, name, tokenizer_class):
     for text in TEXTS:
         assert encoder._fast_tokenizer.encode(text).ids == file.encode(text).ids, text
         assert encoder.tokenizer(text)["input_ids"] == file.encode(text).ids, text
-        messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+        messages = [user(text), assistant(text)]
         ids, _ = encoder.encode(messages, [])
         assert ids.tolist() == file.encode(encoder.render_conversation(messages)).ids, text
 
@@ -111,11 +102,8 @@ def test_token_ids_are_those_of_the_file(folder, name, tokenizer_class):
 
 
 def test_ids_of_hindi_worked_out_by_hand(tmp_path):
-    """The bytes of "हिन्दी में" have the ids of GPT-2's order: E0 156, A4 97, A5 98, and a space 220.
-
-    Four merges make 396 of E0 A4, 397 of ह, 398 of its mark ि, and
-    399 of both: one piece only if marks are letters.
-    """
+    """The bytes of "हिन्दी में" have the ids of GPT-2's order: E0 156, A4 97, A5 98, and a space 220. Merges
+    make 396 of E0 A4, 397 of ह, 398 of its mark ि, and 399 of both: one piece only if marks are letters."""
     write_tiny_checkpoint(tmp_path / "hf", "qwen3_5")
     rules = json.loads((tmp_path / "hf" / "tokenizer.json").read_text())
     vocabulary = [token for token, token_id in rules["model"]["vocab"].items() if token_id < 396]
@@ -156,8 +144,7 @@ def test_added_tokens_keep_their_lstrip_and_rstrip(tmp_path):
     encoder = ChatEncoder(folder, read_spec(folder))
     assert "added tokens" in encoder.serving_note
 
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a  <|box_start|>b"}]
-    ids, mask = encoder.encode(messages, [])
+    ids, mask = encoder.encode([user("Hi"), assistant("a  <|box_start|>b")], [])
     trained = [encoder._fast_tokenizer.id_to_token(int(i)) for i in ids[mask]]
     assert trained == ["a", "<|box_start|>", "b", "<|im_end|>"]  # both tokens have taken white space
 
@@ -174,7 +161,6 @@ def run_fields(folder: Path, tmp_path: Path) -> list[str]:
 
 
 def start(folder: Path, tmp_path: Path, tp: int = 1):
-    """What a start asks for first."""
     return resolve_run(parse_config([*run_fields(folder, tmp_path), "--parallel.tp", str(tp)]), tp)
 
 
@@ -194,21 +180,17 @@ def test_start_names_the_class_that_replaces_rules(folder, tmp_path):
     )
 
 
-def with_tokens(folder: Path, count: int) -> None:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(f"<loc_{i}>") for i in range(count)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
 def test_token_without_a_row_in_the_embedding_is_refused(tmp_path, capsys):
     folder = tmp_path / "hf"
     write_tiny_checkpoint(folder, "qwen3_vl")
     spec = read_spec(folder)
     rows = spec.language.vocab_size
-    used = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    with_tokens(folder, rows - used)  # the last one has the last row
-    ChatEncoder(folder, spec)
-    with_tokens(folder, rows - used + 1)
+    tokenizer = Tokenizer.from_file(file := str(folder / "tokenizer.json"))
+    tokenizer.add_tokens([f"<loc_{i}>" for i in range(rows - tokenizer.get_vocab_size())])
+    tokenizer.save(file)
+    ChatEncoder(folder, spec)  # the last token has the last row
+    tokenizer.add_tokens(["<one more>"])
+    tokenizer.save(file)
     starts = [partial(start, folder, tmp_path, tp) for tp in (1, 2)]
     for refuse in (partial(ChatEncoder, folder, spec), *starts):
         with pytest.raises(ChatError, match=rf"token ids up to {rows} .*embedding has {rows} rows"):

@@ -17,6 +17,7 @@ from megatron_vl.data.sample.grids import VideoInfo, video_grid
 from megatron_vl.data.sample.medium import UnusableError, inspect_medium
 from megatron_vl.data.sample.pixel_settings import PixelSettings
 from megatron_vl.data.sample.videos import probe_video, video_planes
+from tests.data.helpers import assistant, user
 from tests.data.media import video_frames, video_of, write
 from toolkit.cli import main
 
@@ -55,7 +56,6 @@ MATRICES = {  # by the number that EXIF gives to the same turn; x' = a x + c y, 
 @pytest.mark.parametrize("form", ["mp4", "mov"])
 @pytest.mark.parametrize("turn", MATRICES)
 def test_video_turns_are_applied(form, turn):
-    """What is probed, sampled and packed are the same upright frames."""
     data = with_matrix(clip(form), *MATRICES[turn])
     size = (64, 32) if turn > 4 else (32, 64)
     info = probe_video(data)
@@ -75,9 +75,8 @@ def test_video_turns_are_applied(form, turn):
 
 def test_video_matrices_of_other_turns_are_refused():
     """Players scale by a matrix or ignore it; an eighth turn has no pixels of its own."""
-    assert (probe_video(with_matrix(clip(), 2, 0, 0, 2)).height) == 32
-    assert (probe_video(with_matrix(clip(), 0, 0, 0, 0)).height) == 32
-    assert (probe_video(with_matrix(clip(), 1 / 0x10000, 1, -1, -1 / 0x10000)).height) == 64
+    matrices = (2, 0, 0, 2), (0, 0, 0, 0), (1 / 0x10000, 1, -1, -1 / 0x10000)
+    assert [probe_video(with_matrix(clip(), *matrix)).height for matrix in matrices] == [32, 32, 64]
     with pytest.raises(PixelError, match="quarter turns"):
         probe_video(with_matrix(clip(), 0.7, 0.7, -0.7, 0.7))
 
@@ -141,20 +140,17 @@ def test_audio_cover_is_not_a_video(form):
 def test_video_that_changes_its_size_is_refused():
     """As of a call whose resolution drops: two MPEG-TS files, one after the other, are one."""
     for first, second in (((32, 64), (64, 128)), ((64, 64), (32, 64)), ((32, 64), (64, 32))):
-        data = clip("mpegts", height=first[0], width=first[1]) + clip(
-            "mpegts", height=second[0], width=second[1]
-        )
-        with pytest.raises(
-            PixelError, match=rf"frame 12 has {second[1]} x {second[0]} pixels .width x height..*one size"
-        ):
+        data = b"".join(clip("mpegts", height=size[0], width=size[1]) for size in (first, second))
+        changed = rf"frame 12 has {second[1]} x {second[0]} pixels .width x height..*one size"
+        with pytest.raises(PixelError, match=changed):
             probe_video(data)
 
 
 FAST = {"movflags": "faststart"}  # the table of the frames comes first
 
 
-def numbered(form: str, codec: str = "libx264", pixel: str = "yuv420p") -> bytes:
-    return written(form, codec, pixel, 60)
+def numbered(form: str, codec: str = "libx264") -> bytes:
+    return written(form, codec, 60)
 
 
 def cut(data: bytes, share: float) -> bytes:
@@ -185,7 +181,7 @@ WHOLE: dict[str, Callable[[], bytes]] = {
     "mpegts": lambda: noisy("mpegts"),
     "avi": lambda: numbered("avi", "mpeg4"),
     "flv": lambda: noisy("flv"),
-    "gif": lambda: numbered("gif", "gif", "rgb8"),
+    "gif": lambda: numbered("gif", "gif"),
     "matroska with sound": lambda: tracks("matroska", {30: 1}, audio=6, seconds=6),
     "gif and more": lambda: whole("gif") + b"\0 other bytes",
     "mp4 of a longer sound": lambda: tracks("mp4", {30: 1}, audio=9, seconds=6),
@@ -247,7 +243,7 @@ def test_pauses_of_a_variable_rate_are_no_holes(form):
     """Of a screen that stands still once or twice, and of images that are shown for some seconds each."""
     twice = [*range(20), *range(40, 60), *range(90, 99)]
     for times in ([*range(40), *range(60, 100)], twice, [0, 10, 20, 30, 90]):
-        data = written(form, "libx264", "yuv420p", len(times), times=times)
+        data = written(form, "libx264", len(times), times=times)
         assert probe_video(data).frame_count == len(times)
 
 
@@ -280,12 +276,10 @@ def test_assumed_frame_rate_is_counted(tmp_path, capsys):
     media["one.gif"] = saved(first, "GIF")
     for name, data in media.items():
         write(tmp_path / "media" / name, data)
-    kinds = ["video" if name.endswith("h264") else "image" for name in media]
-    answer = {"role": "assistant", "content": "That."}
-    records = [
-        {"messages": [{"role": "user", "content": f"<{kind}>What?"}, answer], f"{kind}s": [name]}
-        for kind, name in zip(kinds, media, strict=True)
-    ]
+    records = []
+    for name in media:
+        kind = "video" if name.endswith("h264") else "image"
+        records.append({"messages": [user(f"<{kind}>What?"), assistant("That.")], f"{kind}s": [name]})
     (tmp_path / "in.json").write_text(json.dumps(records))
     words = ["--input", tmp_path / "in.json", "--media-root", tmp_path / "media", "--out", tmp_path / "out"]
     assert main(["data", "convert", *map(str, words)]) == 0

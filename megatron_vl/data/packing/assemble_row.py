@@ -89,8 +89,7 @@ def pack_row(
         )
 
     # The row has a fixed length, so that messages between pipeline stages have one size.
-    fill_token = padding_token(spec) if pad_token_id is None else pad_token_id
-    token_ids = torch.full((seq_len,), fill_token)
+    token_ids = torch.full((seq_len,), padding_token(spec) if pad_token_id is None else pad_token_id)
     torch.cat([sample.token_ids for sample in samples], out=token_ids[:token_count])
 
     # The tail is one more segment, because the attention kernels need a segment for every token.
@@ -150,8 +149,9 @@ def _pack_vision(media_items: Sequence[MediaItem], token_ids: Tensor, spec: Mode
         first_plane += media_item.planes.shape[0] * media_item.planes.shape[1]
 
     position_hw = torch.cat([patch_positions(grid, vision_spec.spatial_merge_size) for grid in media_grids])
-    frame_sizes = np.array([(grid.h, grid.w) for grid in media_grids], np.int32)
-    frame_hw = frame_sizes.repeat([grid.num_patches for grid in media_grids], axis=0)
+    frame_hw = np.array([(grid.h, grid.w) for grid in media_grids], np.int32).repeat(
+        [grid.num_patches for grid in media_grids], axis=0
+    )
     return VisionBatch(
         planes=torch.cat([media_item.planes.flatten(0, 1) for media_item in media_items]),
         plane_index=torch.from_numpy(np.concatenate(plane_indices))[patch_indices],

@@ -90,9 +90,8 @@ class PlannedBatch:
         rows_per_rank = self.num_rows // num_ranks
         rows: list[list[PlannedSample]] = [[] for _ in range(rows_per_rank)]
         samples = np.flatnonzero(self.row_of_sample // rows_per_rank == rank)
-        row_indices = self.row_of_sample[samples] % rows_per_rank
-        for row_index, fields in zip(row_indices, self.sample_table[:, samples].T.tolist(), strict=True):
-            rows[row_index].append(PlannedSample(*fields))
+        for row_index, *fields in np.vstack([self.row_of_sample, self.sample_table])[:, samples].T.tolist():
+            rows[row_index % rows_per_rank].append(PlannedSample(*fields))
         return rows
 
 
@@ -170,8 +169,11 @@ class BatchPlanner:
         row_of_unusable = np.arange(unusable.shape[1]) % self.rows_per_step
         samples = np.concatenate([np.compress(is_taken, waiting, axis=1), unusable], axis=1)
         row_of_sample = np.concatenate([row_of_sample[is_taken], row_of_unusable])
-        sample_table = np.concatenate([samples[[0, 2, 3, 4]], samples[1:2] >> PART_SHIFT])
-        return PlannedBatch(sample_table, row_of_sample, self.rows_per_step)
+        return PlannedBatch(
+            np.concatenate([samples[[0, 2, 3, 4]], samples[1:2] >> PART_SHIFT]),
+            row_of_sample,
+            self.rows_per_step,
+        )
 
     def _draw_samples(self) -> Integers:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
@@ -185,8 +187,9 @@ class BatchPlanner:
             is_usable = (samples[3] > 0) & (samples[3:] <= largest_sizes).all(axis=0)
             consecutive_unusable = 0 if is_usable.any() else consecutive_unusable + samples.shape[1]
             if consecutive_unusable > max_searched or consecutive_unusable == self.draw_limit:
-                patches = f" or data.max_patches ({self.max_patches})" if self.max_patches else ""
-                limits = f"data.seq_len{patches}"
+                limits = "data.seq_len" + f" or data.max_patches ({self.max_patches})" * (
+                    self.max_patches > 0
+                )
                 raise LoaderError(
                     f"{consecutive_unusable} consecutive draws gave no usable sample: each is empty or"
                     f" exceeds {limits}; {self.long_samples() or 'none is longer than a row'}. Raise"
@@ -224,9 +227,8 @@ class BatchPlanner:
             if waiting_count:
                 filling_count = -(-tokens_per_step * waiting_count // max(int(cumulative_tokens[-1]), 1))
 
-        most_ahead = CHOICES_PER_ROW * self.rows_per_step
-        ahead_count = max(self.least_ahead, min(filling_count // LOOKAHEAD_FACTOR, most_ahead))
-        missing_count = filling_count + ahead_count - waiting_count
+        ahead_count = min(filling_count // LOOKAHEAD_FACTOR, CHOICES_PER_ROW * self.rows_per_step)
+        missing_count = filling_count + max(self.least_ahead, ahead_count) - waiting_count
         # An estimate from few samples may be far too high, so the number that waits at most doubles.
         return max(least_draws, min(missing_count, waiting_count)) if missing_count > 0 else 0
 
@@ -247,10 +249,12 @@ class BatchPlanner:
         """Tokens and patches of the parts of samples that have to be cut, by their place in the table."""
         if self.cut_sample is None:
             return {}
-        largest_sizes = [[self.seq_len], [self.max_patches or NO_LIMIT]]
-        places = np.flatnonzero((samples[3:] > largest_sizes).any(axis=0)).tolist()
-        parts = {place: self.cut_sample(*samples[[0, 2], place].tolist()) for place in places}
-        return {place: sizes for place, sizes in parts.items() if sizes}
+        places = np.flatnonzero(
+            (samples[3:] > [[self.seq_len], [self.max_patches or NO_LIMIT]]).any(axis=0)
+        ).tolist()
+        return {
+            place: sizes for place in places if (sizes := self.cut_sample(*samples[[0, 2], place].tolist()))
+        }
 
     def _cut_samples(self, samples: Integers) -> Integers:
         """The table with the parts of a sample in place of each sample that has to be cut."""

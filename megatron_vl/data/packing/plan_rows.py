@@ -207,8 +207,7 @@ class _RowPlan:
 
         replaceable = np.full((num_rows, 1 + REPLACEABLE), -1, np.int64)
         is_kept = number_in_row < REPLACEABLE
-        rows = row_of_young[row_order][is_kept]
-        replaceable[rows, 1 + number_in_row[is_kept]] = young[row_order][is_kept]
+        replaceable[row_of_young[row_order][is_kept], 1 + number_in_row[is_kept]] = young[row_order][is_kept]
         return replaceable
 
     def _exchange_samples(
@@ -228,8 +227,9 @@ class _RowPlan:
 
         self.row_of_sample[new_samples] = row_indices
         self.used_by_row[:, row_indices] += self.sizes[:, new_samples]
-        new_column = np.where(replaced_column > 0, replaced_column, 1 + round_index % REPLACEABLE)
-        replaceable[row_indices, new_column] = new_samples
+        replaceable[
+            row_indices, np.where(replaced_column > 0, replaced_column, 1 + round_index % REPLACEABLE)
+        ] = new_samples
 
     def _best_exchanges(
         self, row_indices: Integers, free_sizes: NDArray[np.int32], replaceable: Integers, round_index: int
@@ -244,8 +244,9 @@ class _RowPlan:
             add, and the column of ``replaceable`` of the sample to remove.
         """
         blocks = (row_indices[first : first + BLOCK] for first in range(0, len(row_indices), BLOCK))
-        results = [self._best_of_block(rows, free_sizes, replaceable[rows], round_index) for rows in blocks]
-        return np.concatenate(results, axis=1)
+        return np.concatenate(
+            [self._best_of_block(rows, free_sizes, replaceable[rows], round_index) for rows in blocks], axis=1
+        )
 
     def _best_of_block(
         self, row_indices: Integers, free_sizes: NDArray[np.int32], replaceable: Integers, round_index: int
@@ -277,8 +278,7 @@ class _RowPlan:
         cost = cost + np.abs(patch_room[:, :, None] - patches)
         cost[choices < 0] = UNREACHABLE_PATCHES
         if self.patch_budget < UNREACHABLE_PATCHES:
-            largest_patches = patch_room[:, :, None] + (self.patch_budget - mean_patches)
-            cost[patches > largest_patches] = UNREACHABLE_PATCHES
+            cost[patches > patch_room[:, :, None] + (self.patch_budget - mean_patches)] = UNREACHABLE_PATCHES
         cost[:, 1:][replaceable[:, 1:] < 0] = UNREACHABLE_PATCHES
 
         cost = cost.reshape(len(row_indices), -1)
@@ -286,8 +286,13 @@ class _RowPlan:
         row_numbers = np.arange(len(row_indices))
         present_cost = PATCHES_PER_TOKEN * free_tokens + np.abs(missing_patches)
         exchange_gain = present_cost - cost[row_numbers, best_choice]
-        free_index = choices.reshape(len(row_indices), -1)[row_numbers, best_choice]
-        return np.stack([exchange_gain, free_index, best_choice // CHOICES_PER_ROW])
+        return np.stack(
+            [
+                exchange_gain,
+                choices.reshape(len(row_indices), -1)[row_numbers, best_choice],
+                best_choice // CHOICES_PER_ROW,
+            ]
+        )
 
 
 def stable_argsort(sort_values: Integers) -> Integers:

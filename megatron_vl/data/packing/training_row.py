@@ -108,8 +108,7 @@ def loss_index(loss_mask: Tensor) -> Tensor | None:
         return None
 
     # The first other tokens fill the last tile.
-    other_tokens = is_chosen.logical_not().nonzero().flatten()
-    is_chosen[other_tokens[: index_count - loss_count]] = True
+    is_chosen[is_chosen.logical_not().nonzero().flatten()[: index_count - loss_count]] = True
     return is_chosen.nonzero().flatten()
 
 

@@ -59,8 +59,8 @@ def find_answers(
         marked_messages = list(messages)
         for i in marked:
             is_text = isinstance(messages[i].get("content"), str | None)
-            text = mark if is_text else [{"type": "text", "text": mark}]
-            marked_messages[i] = {"role": "assistant", "content": text}
+            content = mark if is_text else [{"type": "text", "text": mark}]
+            marked_messages[i] = {"role": "assistant", "content": content}
         texts = render(marked_messages).split(mark)
         if len(texts) != len(marked) + 1:
             raise ChatError(TURNS_NOT_FOUND_TEXT)
@@ -71,8 +71,9 @@ def find_answers(
     alternating = [split_at_marks(answers[1::2])]
     if len(answers) > 1:
         alternating.append(split_at_marks(answers[0::2]))
-    pieces = [alternating[k % 2][(k + 1) // 2] for k in range(len(answers))]
-    return _place_answers(rendered_text, texts_between, pieces)
+    return _place_answers(
+        rendered_text, texts_between, [alternating[k % 2][(k + 1) // 2] for k in range(len(answers))]
+    )
 
 
 def _place_answers(rendered_text: str, texts_between: list[str], pieces: list[str]) -> list[AnswerPlace]:

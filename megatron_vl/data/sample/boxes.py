@@ -32,8 +32,11 @@ type FrameSizes = dict[str, tuple[int, int]]
 
 def frame_sizes(height: int, width: int, grid: GridTHW, vision: VisionSpec) -> FrameSizes:
     """Args: height and width of the stored image, and its grid."""
-    resized = (grid.w * vision.patch_size, grid.h * vision.patch_size)
-    return {"pixels": (width, height), "thousandths": (1000, 1000), "resized": resized}
+    return {
+        "pixels": (width, height),
+        "thousandths": (1000, 1000),
+        "resized": (grid.w * vision.patch_size, grid.h * vision.patch_size),
+    }
 
 
 def scale_number(number: float, frame: str, axis: int, sizes: FrameSizes, box_frame: str) -> int:
@@ -43,8 +46,7 @@ def scale_number(number: float, frame: str, axis: int, sizes: FrameSizes, box_fr
     most the last one of its row or column. The ``axis`` of x is 0, that of y 1.
     """
     new_size = sizes[box_frame][axis]
-    scaled = round(number * new_size / sizes[frame][axis])
-    return min(max(scaled, 0), new_size - (box_frame == "resized"))
+    return min(max(round(number * new_size / sizes[frame][axis]), 0), new_size - (box_frame == "resized"))
 
 
 def find_outside(box: Sequence[float], frame: str, size: tuple[int, int]) -> str:
@@ -96,15 +98,19 @@ class SampleObjects:
         for item in self.objects:
             if item.get("frame") == "resized":
                 if outside := find_outside(item["box"], "resized", self._sizes_of(item)["resized"]):
-                    detail = f"{outside}; give the run the limits of pixels that it was written for"
-                    raise UnusableError("box outside the image", detail)
+                    raise UnusableError(
+                        "box outside the image",
+                        f"{outside}; give the run the limits of pixels that it was written for",
+                    )
 
     def _sizes_of(self, item: dict[str, Any]) -> FrameSizes:
         """Those of the image of a box. Raises UnusableError if it may be on images of several sizes."""
         if "medium" not in item and self.vision.box_frame != "thousandths":
             if any(sizes != self.sizes[0] for sizes in self.sizes):
-                detail = "boxes on images of several sizes; number the image of each in objects.image_id"
-                raise UnusableError("bad objects", detail)
+                raise UnusableError(
+                    "bad objects",
+                    "boxes on images of several sizes; number the image of each in objects.image_id",
+                )
         return self.sizes[item.get("medium", 0)]
 
     def numbers(self, item: dict[str, Any]) -> list[int]:
@@ -127,8 +133,7 @@ class SampleObjects:
                 return before + (f"<|object_ref_start|>{value}<|object_ref_end|>" if has_tokens else value)
             if ":" in before or not has_tokens:
                 return before + json.dumps(value)
-            pairs = ",".join(f"({x},{y})" for x, y in batched(value, 2))
-            return f"{before}<|box_start|>{pairs}<|box_end|>"
+            return f"{before}<|box_start|>{','.join(f'({x},{y})' for x, y in batched(value, 2))}<|box_end|>"
 
         def change(value: Any, key: str) -> Any:
             if not isinstance(value, str):
@@ -174,8 +179,8 @@ def compare_boxes(answer: Sequence[Sequence[float]], reference: Sequence[Sequenc
     from torchvision.ops import box_iou
 
     boxes = (torch.tensor(each, dtype=torch.float64).reshape(-1, 4) for each in (answer, reference))
-    ious = box_iou(*boxes).nan_to_num().tolist()
-    pairs = sorted((iou, i, j) for i, row in enumerate(ious) for j, iou in enumerate(row))
+    ious = enumerate(box_iou(*boxes).nan_to_num().tolist())
+    pairs = sorted((iou, i, j) for i, row in ious for j, iou in enumerate(row))
     found, taken = dict[int, float](), set[int]()
     for iou, i, j in reversed(pairs):
         if i not in taken and j not in found:

@@ -256,8 +256,9 @@ class ChatEncoder:
         # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
         repeats = self.repeat_counts(token_ids, media_grids)
         if exchange_starts is not None:
-            offsets = encoded_text.offsets
-            exchange_starts += self._exchange_starts(token_ids, offsets, cut_spans, media_grids, repeats)
+            exchange_starts += self._exchange_starts(
+                token_ids, encoded_text.offsets, cut_spans, media_grids, repeats
+            )
         return torch.from_numpy(token_ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
 
     def encode_prompt(
@@ -300,8 +301,9 @@ class ChatEncoder:
             for time in grid.timestamps:
                 text = f"<{time:.1f} seconds>"
                 if text not in self._timestamp_tokens:
-                    ids = self._fast_tokenizer.encode(text, add_special_tokens=False).ids
-                    self._timestamp_tokens[text] = len(ids)
+                    self._timestamp_tokens[text] = len(
+                        self._fast_tokenizer.encode(text, add_special_tokens=False)
+                    )
                 num_tokens += self._timestamp_tokens[text] + 2
         return num_tokens
 
@@ -317,8 +319,9 @@ class ChatEncoder:
 
     def document_token_count(self, grid: GridTHW) -> int:
         """Number of tokens of :meth:`medium_text` with expanded placeholders."""
-        is_timed_video = grid.kind == "video" and self.spec.vision.video_timestamps
-        return self.media_token_count(grid) + 2 * (not is_timed_video)
+        return self.media_token_count(grid) + 2 * (
+            grid.kind == "image" or not self.spec.vision.video_timestamps
+        )
 
     # --- Checks ---------------------------------------------------------------------------------------------
 
@@ -335,8 +338,9 @@ class ChatEncoder:
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
         """The messages for the template, which might write loss weights and ids."""
-        unweighted = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
-        messages = order_results(unweighted)
+        messages = order_results(
+            [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
+        )
         check_control_tokens(messages, tools)
         self._check_template_features(messages, tools)
         return messages
@@ -370,15 +374,18 @@ class ChatEncoder:
         if feature not in self._written_features:
             messages, tools = PROBES[feature]
             try:
-                text = self.render_conversation(messages, tools=tools)
-                self._written_features[feature] = PROBE_FUNCTION in text
+                self._written_features[feature] = PROBE_FUNCTION in self.render_conversation(
+                    messages, tools=tools
+                )
             except ChatError:
                 self._written_features[feature] = False
         return self._written_features[feature]
 
     def _check_placeholders(self, text: str, media_grids: Sequence[GridTHW]) -> None:
-        tokens = self._placeholder_pattern.findall(text)
-        written_kinds = ["image" if token == self.image_token else "video" for token in tokens]
+        written_kinds = [
+            "image" if token == self.image_token else "video"
+            for token in self._placeholder_pattern.findall(text)
+        ]
         given_kinds: list[str] = [grid.kind for grid in media_grids]
         if written_kinds != given_kinds:
             raise ChatError(

@@ -130,8 +130,10 @@ def _in_call_order(results: list[dict[str, Any]], call_ids: list[Any]) -> list[d
             )
         results = ordered_results
     elif len(results) != len(call_ids):
-        detail = f"{len(call_ids)} calls have {len(results)} results; each call needs one result"
-        raise ChatError(detail, "results and calls differ")
+        raise ChatError(
+            f"{len(call_ids)} calls have {len(results)} results; each call needs one result",
+            "results and calls differ",
+        )
     return [_without_key(result, "tool_call_id") for result in results]
 
 

@@ -38,8 +38,9 @@ def encode_document(
         ChatError: the parts do not match the media, a text has a control token, or the tokenizer no end.
     """
     # Neighbouring texts are read as one, in which pieces of a token could meet.
-    texts = "".join(part["text"] if part["type"] == "text" else "\n" for part in parts)
-    check_control_tokens([{"content": texts}], ())
+    check_control_tokens(
+        [{"content": "".join(part["text"] if part["type"] == "text" else "\n" for part in parts)}], ()
+    )
     if [part["type"] for part in parts if part["type"] != "text"] != [grid.kind for grid in grids]:
         raise ChatError("the media of the document are not those that it names")
     if encoder.tokenizer.backend_tokenizer.token_to_id(END_TOKEN) is None:

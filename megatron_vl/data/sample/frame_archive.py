@@ -98,8 +98,9 @@ class FrameArchive:
         except MemoryError:
             raise
         except Exception as error:
-            image_name = self.image_name(image_number)
-            raise PixelError(f"{image_name} is damaged ({type(error).__name__}: {error})") from error
+            raise PixelError(
+                f"{self.image_name(image_number)} is damaged ({type(error).__name__}: {error})"
+            ) from error
 
 
 def _read_archive_comment(archive_comment: bytes) -> FrameArchiveInfo:

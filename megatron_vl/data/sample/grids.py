@@ -156,8 +156,7 @@ def _resized_video_size(frame_count: int, video_info: VideoInfo, settings: Pixel
     height, width, limits = video_info.height, video_info.width, video_info.limits
     area_limits = (settings.video_min_pixels, settings.video_max_pixels)
     if not limits.keys().isdisjoint(AREA_LIMITS):
-        frames = frame_count if settings.video_spread else 1
-        run_min, run_max = (area / frames for area in area_limits)
+        run_min, run_max = (area / (frame_count if settings.video_spread else 1) for area in area_limits)
         return _limited_size(height, width, factor, limits, (run_min, run_max))
     if not settings.video_spread:
         return resized_image_size(height, width, factor, *area_limits)
@@ -208,10 +207,8 @@ def video_grid(video_info: VideoInfo, settings: PixelSettings) -> GridTHW:
     else:
         times = [(frame - first_frame) / video_info.fps for frame in timed_frames]
     timestamps = tuple((group[0] + group[-1]) / 2 for group in batched(times, group_size))
-    patch_size = settings.patch_size
-    return GridTHW(
-        group_count, height // patch_size, width // patch_size, "video", seconds_per_group, timestamps
-    )
+    rows, columns = height // settings.patch_size, width // settings.patch_size
+    return GridTHW(group_count, rows, columns, "video", seconds_per_group, timestamps)
 
 
 def frame_indices(video_info: VideoInfo, settings: PixelSettings) -> list[int]:

@@ -100,8 +100,10 @@ def _upright_rgb(opened_image: Any) -> Any:
     if opened_image.mode == "I" and opened_image.format == "PPM":
         opened_image = opened_image.convert("I;16")
     if opened_image.mode in ("I", "F"):
-        value_kind = "float" if opened_image.mode == "F" else "integer"
-        raise PixelError(f"an image of 32-bit {value_kind} values; scale it to 8 or 16 bits")
+        raise PixelError(
+            f"an image of 32-bit {'float' if opened_image.mode == 'F' else 'integer'} values;"
+            " scale it to 8 or 16 bits"
+        )
 
     opened_image.load()
     # exif_transpose copies even an upright image.
@@ -165,8 +167,7 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
         if opened_image.format == "PNG" and not any(mark in image_bytes for mark in PNG_EXIF_MARKS):
             return height, width
         # Orientations 5 to 8 turn the image by 90 degrees. Pillow has already turned the size of a TIFF.
-        orientation = opened_image.getexif().get(0x0112, 1)
-        is_turned = orientation in (5, 6, 7, 8) and opened_image.format != "TIFF"
+        is_turned = opened_image.getexif().get(0x0112, 1) in (5, 6, 7, 8) and opened_image.format != "TIFF"
         return (width, height) if is_turned else (height, width)
 
 
@@ -239,8 +240,12 @@ def pixel_planes(frame_pixels: Tensor, grid: GridTHW, settings: PixelSettings) -
 
     filters = {0: InterpolationMode.NEAREST, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
     patch, merge = settings.patch_size, settings.merge_size
-    size = [grid.h * patch, grid.w * patch]
-    frame_pixels = resize(frame_pixels, size, interpolation=filters[settings.resample], antialias=True)
+    frame_pixels = resize(
+        frame_pixels,
+        [grid.h * patch, grid.w * patch],
+        interpolation=filters[settings.resample],
+        antialias=True,
+    )
 
     # In memory, a pixel's colours lie side by side, and NumPy copies a line of a patch as one item. A
     # permutation in torch, byte by byte, takes three times as long. The device sorts the colours.

@@ -116,8 +116,10 @@ def inspect_medium(
 def refuse_narrow(media_kind: str, name: str, height: int, width: int) -> None:
     """Raises UnusableError for an image or video that the models' processors refuse for its shape."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        detail = f"{name}: {pixels_text(height, width)} is more than {MAX_ASPECT_RATIO} to 1"
-        raise UnusableError(f"{media_kind} too narrow", detail)
+        raise UnusableError(
+            f"{media_kind} too narrow",
+            f"{name}: {pixels_text(height, width)} is more than {MAX_ASPECT_RATIO} to 1",
+        )
 
 
 def _inspect_image(media_bytes: bytes, max_pixels: int) -> MediaInfo:
@@ -141,20 +143,17 @@ def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> Media
     video_info = probe_video(media_bytes, max_pixels)
     written_suffix = PurePosixPath(str(reference)[-64:]).suffix[1:].lower()
     suffix = written_suffix if written_suffix in VIDEO_SUFFIXES else "mp4"
-    sampling = ""
-    if is_frame_archive(media_bytes):
-        suffix, sampling = "zip", video_info.sampling
-
+    is_archive = is_frame_archive(media_bytes)
     return MediaInfo(
         "video",
-        suffix,
+        "zip" if is_archive else suffix,
         len(media_bytes),
         video_info.height,
         video_info.width,
         num_frames=video_info.frame_count,
         fps=video_info.fps,
         crc32=zlib.crc32(media_bytes),
-        sampling=sampling,
+        sampling=video_info.sampling if is_archive else "",
         assumed_fps=video_info.assumed_fps,
     )
 

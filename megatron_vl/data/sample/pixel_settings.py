@@ -139,8 +139,7 @@ def media_limits_note(hf_dir: str | Path, trained_limits: Mapping[str, float]) -
 
 def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Image and video processor configs, looked up in the same order as in transformers 5.17."""
-    names = ("processor_config", "preprocessor_config", "video_preprocessor_config")
-    files = (hf_path / f"{name}.json" for name in names)
+    files = (hf_path / f"{kind}_config.json" for kind in ("processor", "preprocessor", "video_preprocessor"))
     processor_config, image_file_config, video_file_config = (
         json.loads(file.read_text()) if file.is_file() else {} for file in files
     )
@@ -150,8 +149,10 @@ def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise FileNotFoundError(
             f"{hf_path} has no preprocessor_config.json or processor_config.json with an image_processor"
         )
-    video_config = processor_config.get("video_processor") or video_file_config
-    return image_config, video_config or image_file_config or image_config
+    return (
+        image_config,
+        processor_config.get("video_processor") or video_file_config or image_file_config or image_config,
+    )
 
 
 def _pixel_limits(config: dict[str, Any], defaults: tuple[int, int]) -> list[int]:
@@ -166,8 +167,9 @@ def _read_norm(processor_config: dict[str, Any], hf_dir: str | Path) -> PixelNor
     channel_stds = processor_config.get("image_std", CLIP_STD)
     if processor_config.get("do_normalize", True) is False:
         channel_means, channel_stds = (0.0,) * 3, (1.0,) * 3
-    is_rescaled = processor_config.get("do_rescale", True)
-    rescale_factor = processor_config.get("rescale_factor", 1 / 255) if is_rescaled else 1.0
+    rescale_factor = (
+        processor_config.get("rescale_factor", 1 / 255) if processor_config.get("do_rescale", True) else 1.0
+    )
 
     if len(channel_means) != 3 or len(channel_stds) != 3 or not all(channel_stds) or not rescale_factor:
         raise PixelError(

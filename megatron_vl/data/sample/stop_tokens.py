@@ -43,9 +43,10 @@ def serving_notes(chat_encoder: ChatEncoder) -> list[str]:
     hf_dir = chat_encoder.hf_dir
     # An export replaces all templates of the folder by the one that the run was given.
     notes = [] if chat_encoder.given_template else list(filter(None, [chat_template_note(hf_dir)]))
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
     try:
-        token_ids, loss_mask = chat_encoder.encode(turns, [])
+        token_ids, loss_mask = chat_encoder.encode(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}], []
+        )
         end_token = int(token_ids[loss_mask.nonzero()[-1]])
         stop_tokens = read_stop_tokens(hf_dir, chat_encoder.tokenizer)
     except (ChatError, IndexError):

@@ -14,7 +14,6 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 
@@ -169,15 +168,17 @@ def _archive_frames(
     archive_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int]
 ) -> Iterator[Tensor]:
     frame_archive = FrameArchive(archive_bytes)
-    max_pixels = video_info.height * video_info.width
     for frame_number in frame_numbers:
         check_time()
         if frame_number >= len(frame_archive):
             raise PixelError(f"frame {frame_number} of the video is missing")
-        frame_pixels = _decode_archive_frame(frame_archive, frame_number, max_pixels)
+        frame_pixels = _decode_archive_frame(
+            frame_archive, frame_number, video_info.height * video_info.width
+        )
         if frame_pixels.shape[1:] != (video_info.height, video_info.width):
-            name = frame_archive.image_name(frame_number)
-            raise PixelError(f"{name} has another size than when it was converted")
+            raise PixelError(
+                f"{frame_archive.image_name(frame_number)} has another size than when it was converted"
+            )
         yield frame_pixels
 
 
@@ -210,26 +211,9 @@ class _SeekMismatchError(Exception):
     """What was decoded after a seek is not what the packets announced."""
 
 
-@dataclass(frozen=True)
-class FrameTable:
-    """The frames that a file's packets announce, in the order in which they are shown."""
-
-    frame_times: list[int]
-    """Time of each frame, in the stream's own unit."""
-    key_frames: list[int]
-    """Numbers of the key frames, ascending."""
-
-
-@dataclass
-class _DecodedFrames:
-    """What is kept of the frames of a track."""
-
-    size: tuple[int, int]
-    """Height and width, upright."""
-    times: list[int | None]
-    last_duration: int
-    damaged_count: int
-    """Packets and frames that FFmpeg calls corrupt."""
+type FrameTable = tuple[list[int], list[int]]
+"""The frames that a file's packets announce, in the order in which they are shown: the time of each in the
+stream's own unit, and the numbers of the key frames, ascending."""
 
 
 def choose_track(video_container: Any) -> Any:
@@ -282,33 +266,35 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
         stated_rate = float(
             (not is_raw and track.average_rate) or track.guessed_rate or track.average_rate or 0
         )
-        frames = _decode_track(video_container, track, open_container)
-        if not frames.times or not stated_rate:
+        frame_size, frame_times, last_duration, damaged_count = _decode_track(
+            video_container, track, open_container
+        )
+        if not frame_times or not stated_rate:
             raise PixelError(
-                f"a video of {len(frames.times)} frames at {stated_rate} frames a second is empty"
+                f"a video of {len(frame_times)} frames at {stated_rate} frames a second is empty"
             )
 
-        first_time, seconds, hole_count = 0.0, len(frames.times) / stated_rate, 0
-        known_times = [time for time in frames.times if time is not None]
-        if len(known_times) == len(frames.times) and format_name not in (*RAW_FORMATS, *BROADCAST_FORMATS):
+        first_time, seconds, hole_count = 0.0, len(frame_times) / stated_rate, 0
+        known_times = [time for time in frame_times if time is not None]
+        if len(known_times) == len(frame_times) and format_name not in (*RAW_FORMATS, *BROADCAST_FORMATS):
             first_time = float(min(known_times) * track.time_base)
-            last_duration = float(frames.last_duration * track.time_base) or 1 / stated_rate
-            seconds = float(max(known_times) * track.time_base) - first_time + last_duration
+            seconds = float(max(known_times) * track.time_base) - first_time
+            seconds += float(last_duration * track.time_base) or 1 / stated_rate
             if format_name in HOLE_FORMATS:
                 hole_count = _frames_in_hole(known_times, float(stated_rate * track.time_base))
             if hole_count and format_name == "matroska" and _is_whole_matroska(video_bytes):
                 hole_count = 0
         unseen_seconds = 0.0
         if format_name in HEADER_FORMATS:
-            last_end = max(seconds, first_time + seconds)
-            unseen_seconds = _unseen_seconds(video_container, track, last_end, open_container)
+            unseen_seconds = _unseen_seconds(
+                video_container, track, max(seconds, first_time + seconds), open_container
+            )
         has_no_rate = is_raw and not track.codec_context.framerate
 
-    mean_rate = len(frames.times) / seconds
+    mean_rate = len(frame_times) / seconds
     # Times tell a variable rate from missing frames, unless something is known to be damaged.
-    expected_rate = stated_rate if frames.damaged_count else mean_rate
-    expected_count = round((seconds + unseen_seconds) * expected_rate)
-    missing_count = max(expected_count - len(frames.times), hole_count) + frames.damaged_count
+    expected_count = round((seconds + unseen_seconds) * (stated_rate if damaged_count else mean_rate))
+    missing_count = max(expected_count - len(frame_times), hole_count) + damaged_count
     if missing_count > max(MISSING_FRAMES, MISSING_SHARE * expected_count):
         raise PixelError(
             f"the file is damaged or cut short: {missing_count} of {expected_count} frames are missing"
@@ -316,13 +302,21 @@ def describe_video(video_bytes: bytes, open_container: Callable[[], Any]) -> Vid
     _check_file_end(video_bytes, format_name)
 
     # Containers round the times of a constant rate, so only a larger difference is one of a variable rate.
-    is_constant = abs(len(frames.times) / stated_rate - seconds) <= max(2 / stated_rate, 0.02 * seconds)
-    fps = stated_rate if is_constant else mean_rate
-    return VideoInfo(len(frames.times), fps, *frames.size, assumed_fps=has_no_rate)
+    is_constant = abs(len(frame_times) / stated_rate - seconds) <= max(2 / stated_rate, 0.02 * seconds)
+    return VideoInfo(
+        *(len(frame_times), stated_rate if is_constant else mean_rate, *frame_size), assumed_fps=has_no_rate
+    )
 
 
-def _decode_track(video_container: Any, track: Any, open_container: Callable[[], Any]) -> _DecodedFrames:
-    """Decodes all frames of a track, or the key frames of a long one whose packets tell the others."""
+def _decode_track(
+    video_container: Any, track: Any, open_container: Callable[[], Any]
+) -> tuple[tuple[int, int], list[int | None], int, int]:
+    """Decodes all frames of a track, or the key frames of a long one whose packets tell the others.
+
+    Returns:
+        Height and width, upright; the time of each frame; the duration of the last one; and the number of
+        packets and frames that FFmpeg calls corrupt.
+    """
     listed_frames = None
     if track.frames > LONG_VIDEO_FRAMES:
         with open_container() as listed_container:
@@ -330,27 +324,27 @@ def _decode_track(video_container: Any, track: Any, open_container: Callable[[],
         if listed_frames is not None:
             track.codec_context.skip_frame = "NONKEY"
 
-    frames = _DecodedFrames((0, 0), [], 0, 0)
+    size, times, last_duration, damaged_count = (0, 0), list[int | None](), 0, 0
     for packet in video_container.demux(track):
-        frames.damaged_count += packet.is_corrupt
+        damaged_count += packet.is_corrupt
         for video_frame in packet.decode():
             frame_size = (video_frame.height, video_frame.width)
             frame_size = frame_size[::-1] if _frame_turn(video_frame)[0] else frame_size
-            if frames.times and frame_size != frames.size:
+            if times and frame_size != size:
                 raise PixelError(
-                    f"frame {len(frames.times)} has {pixels_text(*frame_size)}, those before it"
-                    f" {frames.size[1]} x {frames.size[0]}; the frames of a video must have one size"
+                    f"frame {len(times)} has {pixels_text(*frame_size)}, those before it"
+                    f" {size[1]} x {size[0]}; the frames of a video must have one size"
                 )
-            frames.size = frame_size
-            frames.times.append(video_frame.pts)
-            frames.last_duration = video_frame.duration
-            frames.damaged_count += video_frame.is_corrupt
+            size = frame_size
+            times.append(video_frame.pts)
+            last_duration = video_frame.duration
+            damaged_count += video_frame.is_corrupt
 
     if listed_frames is not None:
-        if len(frames.times) < len(listed_frames.key_frames):
+        if len(times) < len(listed_frames[1]):
             raise PixelError("a key frame of the video does not decode")
-        frames.times = [*listed_frames.frame_times]
-    return frames
+        times = [*listed_frames[0]]
+    return size, times, last_duration, damaged_count
 
 
 def _unseen_seconds(
@@ -455,7 +449,7 @@ def list_frames(video_container: Any) -> FrameTable | None:
     key_frames = [number for number, (_, is_key) in enumerate(packet_times) if is_key]
     if len(set(frame_times)) < len(frame_times) or not key_frames or key_frames[0] != 0:
         return None
-    return FrameTable(frame_times, key_frames)
+    return frame_times, key_frames
 
 
 def decode_frames_at(
@@ -478,7 +472,7 @@ def decode_frames_at(
     if max(map(operator.sub, frame_numbers, [-1, *frame_numbers[:-1]])) > SEEK_DISTANCE:
         with open_container() as video_container:
             listed_frames = list_frames(video_container)
-        if listed_frames is not None and len(listed_frames.frame_times) == frame_count:
+        if listed_frames is not None and len(listed_frames[0]) == frame_count:
             with open_container() as video_container:
                 with suppress(_SeekMismatchError, OSError, ValueError):  # PyAV's errors are of these kinds
                     for video_frame in _seek_frames(video_container, listed_frames, frame_numbers):
@@ -502,26 +496,26 @@ def _seek_frames(
     video_container: Any, listed_frames: FrameTable, frame_numbers: Sequence[int]
 ) -> Iterator[Any]:
     """Yields the chosen frames, each decoded from a key frame before it."""
-    video_stream = choose_track(video_container)
+    video_stream, (frame_times, key_frames) = choose_track(video_container), listed_frames
     decoded_frames: Iterator[Any] | None = None
     current_number = -1
 
     for frame_number in frame_numbers:
-        key_frame = listed_frames.key_frames[bisect_right(listed_frames.key_frames, frame_number) - 1]
+        key_frame = key_frames[bisect_right(key_frames, frame_number) - 1]
         if decoded_frames is None or key_frame > current_number + MAX_DECODED_GAP:
-            video_container.seek(listed_frames.frame_times[key_frame], stream=video_stream, backward=True)
+            video_container.seek(frame_times[key_frame], stream=video_stream, backward=True)
             decoded_frames = video_container.decode(video_stream)
 
         for video_frame in decoded_frames:
             check_time()
             if video_frame.pts is None or video_frame.is_corrupt:
                 raise _SeekMismatchError
-            if video_frame.pts >= listed_frames.frame_times[frame_number]:
+            if video_frame.pts >= frame_times[frame_number]:
                 break
         else:
             raise _SeekMismatchError
 
-        if video_frame.pts != listed_frames.frame_times[frame_number]:
+        if video_frame.pts != frame_times[frame_number]:
             raise _SeekMismatchError
         current_number = frame_number
         yield video_frame

@@ -112,8 +112,8 @@ class BadSampleMeter:
 
     def advice_text(self) -> str:
         """What to do about the unusable samples."""
-        advice = dict.fromkeys(self._advice_for_reason(r) for r, _ in self.reason_counts.most_common())
-        advice_text = "; ".join(advice)
+        reasons = (reason for reason, _ in self.reason_counts.most_common())
+        advice_text = "; ".join(dict.fromkeys(map(self._advice_for_reason, reasons)))
         return advice_text[:1].upper() + advice_text[1:]
 
     def _advice_for_reason(self, reason: str) -> str:

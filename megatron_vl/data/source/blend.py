@@ -42,9 +42,12 @@ class BlendSource:
     """Number of draws from it in one pass of a blend by repetitions; 0: the blend has weights."""
 
     def summary_line(self) -> str:
-        share = f"{self.sample_share:.1%} of the samples expected"
-        share_text = share if self.sample_share else "nothing is drawn from it"
-        return f"{self.source_name}: {self.weight_text}, {self.sample_count:,} samples, {share_text}"
+        share = (
+            f"{self.sample_share:.1%} of the samples expected"
+            if self.sample_share
+            else "nothing is drawn from it"
+        )
+        return f"{self.source_name}: {self.weight_text}, {self.sample_count:,} samples, {share}"
 
 
 def summarize_blend(sources: Sequence[BlendSource]) -> list[str]:
@@ -194,14 +197,14 @@ def blend_change_lines(
             not math.isclose(source.sample_share, old_source.sample_share, rel_tol=1e-9)
             or source.draws_per_pass != old_source.draws_per_pass
         ):
-            amounts = f"{_amount_text(old_source)} becomes {_amount_text(source)}"
-            lines.append(f"{source.source_name} continues: {amounts}")
+            lines.append(
+                f"{source.source_name} continues: {_amount_text(old_source)} becomes {_amount_text(source)}"
+            )
     lines += [
         f"{one.source_name} is left out; its position and counts are kept" for one in old_by_key.values()
     ]
 
-    has_same_order = [one.source_key for one in old_sources] == [one.source_key for one in new_sources]
-    if not lines and not has_same_order:
+    if not lines and [one.source_key for one in old_sources] != [one.source_key for one in new_sources]:
         return ["the data sets are in another order"]
     return lines
 

@@ -155,8 +155,10 @@ class MetadatasetDescription:
         dataset_identity = self.split_identity(split_name)
         # This refuses impossible weights.
         read_blend_sources(dataset_identity, description_path=str(self.path))
-        datasets = tuple((str(dataset.path), split) for dataset, split in self.split_parts(split_name))
-        return SplitFacts(dataset_identity, datasets)
+        return SplitFacts(
+            dataset_identity,
+            tuple((str(dataset.path), split) for dataset, split in self.split_parts(split_name)),
+        )
 
     def split_parts(self, split_name: str) -> list[tuple[DatasetDescription, str]]:
         """The data sets of a split, each with the split that is read of it, in the order of its sources."""
@@ -218,9 +220,10 @@ def _join_parts(dataset_path: Location, parts: list[DatasetDescription]) -> Data
             shards += (f"{part.path.name}/{name}" for name in shard_names)
         excluded_names += (f"{part.path.name}/{name}" for name in part.excluded_names)
         samples_by_shard |= {f"{part.path.name}/{name}": n for name, n in part.samples_by_shard.items()}
-    content_id = join_content_ids([part.content_id for part in parts])
     return DatasetDescription(
-        dataset_path, shards_by_split, excluded_names, samples_by_shard, content_id, tuple(parts)
+        *(dataset_path, shards_by_split, excluded_names, samples_by_shard),
+        join_content_ids([part.content_id for part in parts]),
+        tuple(parts),
     )
 
 
@@ -347,8 +350,9 @@ def _check_yaml(file_path: Location, file_text: str) -> None:
     Energon's own parser is lenient and does not support tags or aliases. PyYAML with libyaml is fast enough.
     """
     nesting_depth = document_count = 0
-    yaml_events = yaml.parse(file_text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    for event_number, yaml_event in enumerate(yaml_events):
+    for event_number, yaml_event in enumerate(
+        yaml.parse(file_text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    ):
         # With aliases, a few lines can expand to billions of values.
         if isinstance(yaml_event, yaml.AliasEvent) or getattr(yaml_event, "tag", None):
             raise LoaderError(f"{file_path} uses YAML tags or aliases")

@@ -118,8 +118,10 @@ class SizedSource:
     def _size_numbers(self, sample_indices: Integers) -> tuple[Integers, Integers]:
         """The numbers of samples in the stored sizes of their parts, and these parts, int64 [n] each."""
         shard_indices = np.searchsorted(self._shard_starts, sample_indices, side="right") - 1
-        size_numbers = self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
-        return size_numbers, self._part_of_shard[shard_indices]
+        return (
+            self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices],
+            self._part_of_shard[shard_indices],
+        )
 
 
 def open_sample_reader(
@@ -133,5 +135,6 @@ def open_sample_reader(
     """
     if not has_local_shards(dataset):
         return TolerantReader(StoreReader(dataset, take))
-    reader = ShardReader(dataset.path, dataset.shards, part_filter, itar_cache_size=MAX_OPEN_SHARDS)
-    return TolerantReader(reader)
+    return TolerantReader(
+        ShardReader(dataset.path, dataset.shards, part_filter, itar_cache_size=MAX_OPEN_SHARDS)
+    )

@@ -191,8 +191,9 @@ class PairReader(ShardInfosITarReader):
         if not isinstance(shard, TarShard):
             return super()._get_itar_sample_pointer(sample_index)
         [[start, end]] = shard.spans[number : number + 1].tolist()
-        tar_file_id = self.shard_tar_file_idxs[shard_number]
-        return ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=start, byte_size=end - start)
+        return ITarSamplePointer(
+            tar_file_id=self.shard_tar_file_idxs[shard_number], byte_offset=start, byte_size=end - start
+        )
 
     def _get_item_by_sample_pointer(
         self, sample_pointer: ITarSamplePointer, restore_index: Any, entry_match_fn: Any = None
@@ -206,6 +207,9 @@ class PairReader(ShardInfosITarReader):
             end = sample_pointer.byte_offset + sample_pointer.byte_size
             found = list(iter_members(tar_file, end, shard.fields, MAX_MEMBER_BYTES))
         key = found[0].key if found else ""
-        members = [member for member in found if member.key == key]
-        pair = read_pair(members, shard.fields, {"file": shard.name, "record": key})
+        pair = read_pair(
+            [member for member in found if member.key == key],
+            shard.fields,
+            {"file": shard.name, "record": key},
+        )
         return {**pair, "__key__": f"{shard.name}[{number}]", "__shard__": shard.name}

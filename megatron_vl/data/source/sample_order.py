@@ -34,8 +34,7 @@ def combine_hash_key(*key_numbers: int) -> int:
     """A key of 64 bits that depends on every number and on their order."""
     key = 0
     for number in key_numbers:
-        hashed_number = _hash_values(np.array([(key ^ number) & 0xFFFFFFFFFFFFFFFF], np.uint64), 1)
-        key = int(hashed_number[0])
+        key = int(_hash_values(np.array([(key ^ number) & 0xFFFFFFFFFFFFFFFF], np.uint64), 1)[0])
     return key
 
 
@@ -68,9 +67,8 @@ def permute_positions(
         left_half = permuted_values[outside_indices] >> half_shift
         right_half = permuted_values[outside_indices] & half_mask
         for round_number in range(FEISTEL_ROUNDS):
-            round_key = combine_hash_key(permutation_key, round_number)
-            mixed_half = _hash_values(right_half ^ tweak, round_key) & half_mask
-            left_half, right_half = right_half, left_half ^ mixed_half
+            mixed_half = _hash_values(right_half ^ tweak, combine_hash_key(permutation_key, round_number))
+            left_half, right_half = right_half, left_half ^ mixed_half & half_mask
         permuted_values[outside_indices] = (left_half << half_shift) | right_half
         outside_indices = outside_indices[permuted_values[outside_indices] >= range_size]
     return permuted_values.astype(np.int64)
@@ -241,8 +239,10 @@ class SampleOrder:
             return np.searchsorted(self._pass_bounds, pass_positions, side="right")
 
         hashed_draws = _hash_values(draw_positions.astype(np.uint64), combine_hash_key(self.seed, 1))
-        chosen_sources = np.searchsorted(self._weight_bounds, hashed_draws / 2.0**64, side="right")
-        return np.minimum(chosen_sources, len(self.sample_counts) - 1)
+        return np.minimum(
+            np.searchsorted(self._weight_bounds, hashed_draws / 2.0**64, side="right"),
+            len(self.sample_counts) - 1,
+        )
 
     def sample_indices(self, source_indices: Integers, draw_numbers: Integers) -> Integers:
         """The samples of draws: their indices in their data sets, int64 [n].
@@ -259,7 +259,8 @@ class SampleOrder:
                 samples = positions[is_of_epoch]
                 if self.is_shuffled:
                     # Each data set has another order in each epoch.
-                    epoch_key = combine_hash_key(self.seed, 2, self._source_numbers[source_index], epoch)
-                    samples = self._orders[source_index].samples(samples, epoch_key)
+                    samples = self._orders[source_index].samples(
+                        samples, combine_hash_key(self.seed, 2, self._source_numbers[source_index], epoch)
+                    )
                 sample_indices[is_of_epoch] = samples
         return sample_indices

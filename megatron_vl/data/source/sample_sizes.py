@@ -92,8 +92,10 @@ def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: Da
         tokenizer_files = [hf_path / "vocab.json", hf_path / "merges.txt"]
     for file_path in tokenizer_files:
         hasher.update(file_path.read_bytes() if file_path.is_file() else b"")
-    media_ids = [spec.image_token_id, spec.video_token_id]
-    special_token_ids = [*media_ids, spec.vision_start_token_id, spec.vision_end_token_id]
+    special_token_ids = (
+        *(spec.image_token_id, spec.video_token_id),
+        *(spec.vision_start_token_id, spec.vision_end_token_id),
+    )
     # A family that writes timestamps leaves out the pair of tokens around a video.
     text_rules = [SIZES_VERSION, special_token_ids, spec.vision.video_timestamps]
     if spec.vision.box_tokens:  # Qwen2-VL and Qwen2.5-VL may have one template, and write boxes otherwise
@@ -168,8 +170,9 @@ def list_all_datasets(description: Description) -> list[DatasetDescription]:
         if isinstance(description, DatasetDescription)
         else [*description.dataset_by_path.values()]
     )
-    parts = (part for dataset in datasets for part in dataset.parts or (dataset,))
-    return list({str(part.path): part for part in parts}.values())
+    return list(
+        {str(part.path): part for dataset in datasets for part in dataset.parts or (dataset,)}.values()
+    )
 
 
 @dataclass(frozen=True)
@@ -203,8 +206,10 @@ class StoredSizes:
         if self.limits_end is None:
             return [b""] * len(medium_numbers)
         starts, ends = _ranges(self.limits_end, medium_numbers)
-        spans = zip(starts.tolist(), ends.tolist(), strict=True)
-        return [self.limit_texts[start:end].tobytes() if end > start else b"" for start, end in spans]
+        return [
+            self.limit_texts[start:end].tobytes() if end > start else b""
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
+        ]
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
@@ -287,8 +292,9 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
             f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
             " index`"
         )
-    facts = (sample_records, medium_records, shard_ranges, content_id, shard_facts)
-    return StoredSizes(*facts, *optional_arrays)
+    return StoredSizes(
+        sample_records, medium_records, shard_ranges, content_id, shard_facts, *optional_arrays
+    )
 
 
 def _load_array(array_path: Location) -> Any:
@@ -345,17 +351,15 @@ class SampleSizeCounter:
         Returns:
             Nothing if it cannot be cut (:mod:`megatron_vl.data.sample.parts`).
         """
-        bounds = (int(bound[0]) for bound in stored_sizes.media_ranges(np.array([sample_number])))
-        media = slice(*bounds)
+        media = slice(*(int(bound[0]) for bound in stored_sizes.media_ranges(np.array([sample_number]))))
         is_document = stored_sizes.document_flags is not None and stored_sizes.document_flags[sample_number]
         exchanges = stored_sizes.exchanges_of(sample_number)
         if not is_document and not exchanges:
             return []  # it may have coordinates among its media
         all_limits = stored_sizes.own_limits(np.arange(media.start, media.stop))
-        fields_of_media = stored_sizes.medium_records[media].tolist()
         grids = [
             self._medium_grid(limits, *fields)
-            for limits, fields in zip(all_limits, fields_of_media, strict=True)
+            for limits, fields in zip(all_limits, stored_sizes.medium_records[media].tolist(), strict=True)
         ]
         patch_counts = [grid.num_patches for grid in grids]
         tokens_before = np.cumsum([0, *map(self.chat_encoder.media_token_count, grids)]).tolist()
@@ -364,11 +368,16 @@ class SampleSizeCounter:
         if is_document:
             lengths = np.array([self.chat_encoder.document_token_count(grid) for grid in grids], np.int64)
             starts = stored_sizes.text_before[media] + lengths.cumsum() - lengths
-            spans = list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
-            parts = cut_document(num_tokens, spans, patch_counts, seq_len, max_patches)
+            parts = cut_document(
+                num_tokens,
+                list(zip(starts.tolist(), (starts + lengths).tolist(), strict=True)),
+                patch_counts,
+                seq_len,
+                max_patches,
+            )
         else:
-            bounds_of_exchanges = [(text + tokens_before[n], n) for text, n in exchanges]
-            parts = cut_conversation(num_tokens, bounds_of_exchanges, patch_counts, seq_len, max_patches)
+            exchanges = [(text + tokens_before[n], n) for text, n in exchanges]
+            parts = cut_conversation(num_tokens, exchanges, patch_counts, seq_len, max_patches)
         return [(part.tokens, part.patches) for part in parts]
 
     def _count_media(self, stored_sizes: StoredSizes, medium_numbers: Integers) -> Integers:
@@ -380,8 +389,9 @@ class SampleSizeCounter:
         all_limits = stored_sizes.own_limits(medium_numbers)
         keys = [medium + limits for medium, limits in zip(media, all_limits, strict=True)]
         uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
-        uncached_fields = medium_records[uncached_media].tolist()
-        for number, medium_fields in zip(uncached_media, uncached_fields, strict=True):
+        for number, medium_fields in zip(
+            uncached_media, medium_records[uncached_media].tolist(), strict=True
+        ):
             try:
                 media_size = self._count_medium(all_limits[number], *medium_fields)
             except PixelError:
@@ -395,12 +405,11 @@ class SampleSizeCounter:
             return (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
         vision, (number, code) = self.chat_encoder.spec.vision, fields
         sizes = frame_sizes(height, width, self._medium_grid(limits, height, width, 0, 0.0, 0), vision)
-        coordinate = scale_number(number, FRAMES[code // 2], code % 2, sizes, vision.box_frame)
-        return len(str(coordinate)) << 32  # a token for each digit
+        # A token for each digit.
+        return len(str(scale_number(number, FRAMES[code // 2], code % 2, sizes, vision.box_frame))) << 32
 
     def _medium_grid(self, limits_json: bytes, *fields: float) -> GridTHW:
-        names = ("height", "width", "frames", "fps", "whole")
-        medium: dict[str, Any] = dict(zip(names, fields, strict=True))
+        medium: dict[str, Any] = dict(zip(MEDIUM_DTYPE.names or (), fields, strict=True))
         medium["kind"] = "video" if medium["frames"] else "image"
         medium["limits"] = json.loads(limits_json or "{}")
         medium["sampling"] = "whole" if medium["whole"] else "as a file"

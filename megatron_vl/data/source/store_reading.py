@@ -177,8 +177,7 @@ class ReadAhead:
         use."""
         while self._kept_bytes > MAX_KEPT_BYTES:
             oldest_request = next(iter(self._requests))
-            was_used = oldest_request.last_use > self._expect_calls - 3
-            if was_used or not oldest_request.is_done.is_set():
+            if oldest_request.last_use > self._expect_calls - 3 or not oldest_request.is_done.is_set():
                 return False
             self._forget(oldest_request)
         return True
@@ -270,8 +269,8 @@ class StoreShards:
     def _read_offsets(self, shard: int, page: int) -> NDArray[np.uint64]:
         """The offsets of a page, and of the samples after it that are in a block with its last one."""
         last_offset = min((page + 1) * PAGE_SIZE + self.block_size, self._shards[shard].count)
-        index_path = self._shards[shard].path.with_suffix(ITAR_SUFFIX)
-        return np.frombuffer(_read_bytes(index_path, 8 * page * PAGE_SIZE, 8 * (last_offset + 1)), "<u8")
+        path = self._shards[shard].path.with_suffix(ITAR_SUFFIX)
+        return np.frombuffer(_read_bytes(path, 8 * page * PAGE_SIZE, 8 * (last_offset + 1)), "<u8")
 
 
 def read_tar_shards(dataset: DatasetDescription) -> dict[str, TarShard]:
@@ -285,8 +284,11 @@ def read_tar_shards(dataset: DatasetDescription) -> dict[str, TarShard]:
     counts = [dataset.samples_by_shard.get(name, 0) for name in tar_list.stamps]
     if location_size_bytes(spans_path) != SPAN_BYTES * sum(counts):
         raise LoaderError(f"{spans_path} does not fit {TARS_FILE}; run `megatron-vl data index --input`")
-    is_local = isinstance(spans_path, Path)
-    spans = np.memmap(spans_path, "<u8", "r") if is_local else np.frombuffer(spans_path.read_bytes(), "<u8")
+    spans = (
+        np.memmap(spans_path, "<u8", "r")
+        if isinstance(spans_path, Path)
+        else np.frombuffer(spans_path.read_bytes(), "<u8")
+    )
     root, spans_of_tars = EPath(tar_list.root), np.split(spans.reshape(-1, 2), np.cumsum(counts))
     return {
         name: TarShard(name=name, path=root / name, count=len(each), fields=tar_list.fields, spans=each)
@@ -340,8 +342,9 @@ class StoreReader(PairReader):
     def __getitem__(self, index: int) -> Any:
         self._content = self._take(index)
         tar_file_id = self.shard_tar_file_idxs[shard_place(self.shard_count_cumsum, index)[0]]
-        pointer = ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=0, byte_size=len(self._content))
-        return self._get_item_by_sample_pointer(pointer, index)
+        return self._get_item_by_sample_pointer(
+            ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=0, byte_size=len(self._content)), index
+        )
 
     @contextmanager
     def _open_itarfile(self, tar_file_id: int) -> Iterator[ITarFile]:

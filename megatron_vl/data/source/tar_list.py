@@ -57,8 +57,9 @@ def parse_fields(words: Iterable[str]) -> PairFields:
     # Extensions are compared in small letters, and keys of JSON as they are.
     parts = [caption.partition(":") for caption in fields["caption"].split("|")]
     captions = [f"{extension.lower()}{colon}{keys}" for extension, colon, keys in parts]
-    images = fields["image"].lower().split("|") if fields["image"] else []
-    return PairFields(images, captions, fields["prompt"])
+    return PairFields(
+        fields["image"].lower().split("|") if fields["image"] else [], captions, fields["prompt"]
+    )
 
 
 @dataclass(frozen=True)
