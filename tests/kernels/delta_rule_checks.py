@@ -139,7 +139,10 @@ def around_errors(
         scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
         return norm * y * scale * F.silu(gate.unflatten(-1, (heads, -1)))
 
-    errors = [*errors_of(convolved, convolved, [x, weight]), *errors_of(normed, exactly_normed, [y, gate, norm])]
+    errors = [
+        *errors_of(convolved, convolved, [x, weight]),
+        *errors_of(normed, exactly_normed, [y, gate, norm]),
+    ]
     return dict(zip(("convolution", "dx", "dweight", "norm", "dy", "dgate", "dnorm"), errors, strict=True))
 
 

@@ -1,13 +1,12 @@
 """Compares dispatch to experts and back with computing every expert where its tokens are; prints the largest
-errors as JSON.
+error and fails if that is too large.
 
 It runs on four CPU ranks with TRITON_INTERPRET=1, as one group and each alone, with our kernels and with
-torch. With --gpu it runs in bf16 on all GPUs (``torchrun --standalone --nproc-per-node N -m
+torch. With --gpu it runs in bf16 on 1, 2, 4 or 8 GPUs (``torchrun --standalone --nproc-per-node N -m
 tests.models.moe.dispatch_checks --gpu``). An expert here is tanh of its own scale times the row, so that only
 the exchange matters.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -34,10 +33,11 @@ from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
 
 GPU = PLATFORM.name == "cuda"
 HIDDEN, EXPERTS, TOP_K = (2048, 32, 8) if GPU else (40, 8, 3)
-TOKENS = {"uneven": [5, 4, 6, 1], "a rank without tokens": [3, 0, 5, 2]}
-"""Tokens of each rank."""
+BOUND = 2e-2 if GPU else 1e-6
+ALONE, TOGETHER = [5, 4, 6, 1], [3, 0, 5, 2]
+"""Tokens of each rank; dispatchers of core, and of a rank alone, are called with some."""
 if GPU:
-    TOKENS = {name: [20 * tokens for tokens in each] * 2 for name, each in TOKENS.items()}
+    ALONE, TOGETHER = ([20 * tokens for tokens in each] * 2 for each in (ALONE, TOGETHER))
 ROUTINGS = (
     "random",
     "one rank's experts",
@@ -177,20 +177,19 @@ def without_harm(dispatcher: OncePerRankDispatcher) -> float:
     device = PLATFORM.device
     members = dist.get_process_group_ranks(dispatcher.ep_group)
     local = dispatcher.num_local_experts
-    x, probs, chosen, _ = (t.to(device) for t in tokens_of(rank, TOKENS["uneven"][rank], "random"))
+    x, probs, chosen, _ = (t.to(device) for t in tokens_of(rank, ALONE[rank], "random"))
     if rank == members[0]:
         x, probs = x * torch.nan, probs * torch.nan
     first = local * dispatcher.ep_group.rank()
     out = through(dispatcher, x, probs, chosen, scales()[first : first + local].to(device))
     if rank == members[0]:
         return 0.0 if out.isnan().all() else 1.0
-    wanted = dense(rank, TOKENS["uneven"][rank], "random")[0][0]
+    wanted = dense(rank, ALONE[rank], "random")[0][0]
     return float((out.float().cpu() - wanted).abs().max() / wanted.abs().max())
 
 
-def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
-    """Errors of core's dispatcher, which serves experts of Transformer Engine and experts that
-    are cut themselves."""
+def core_dispatcher(ranks: int, groups: SimpleNamespace) -> PaddingDispatcher:
+    """Core's, which serves experts of Transformer Engine and experts that are cut themselves."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -200,18 +199,7 @@ def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
     )
     local = EXPERTS // ranks
     numbers = [groups.ep.rank() * local + i for i in range(local)]
-    dispatcher = PaddingDispatcher(local, numbers, config=config, pg_collection=groups)
-    tokens = TOKENS["uneven"]
-    return {
-        f"core's, EP{ranks}, {routing}": on_all(error(dispatcher, tokens, routing)) for routing in ROUTINGS
-    }
-
-
-def on_all(value: float) -> float:
-    """The largest value of all ranks; NaN if one is NaN."""
-    values = torch.empty(dist.get_world_size(), device=PLATFORM.device)
-    dist.all_gather_into_tensor(values, torch.tensor([value], device=PLATFORM.device))
-    return float(values.max())
+    return PaddingDispatcher(local, numbers, config=config, pg_collection=groups)
 
 
 def main() -> None:
@@ -229,20 +217,20 @@ def main() -> None:
         group = groups[dist.get_rank() // ranks]
         mine = SimpleNamespace(ep=group, expt_tp=alone[dist.get_rank()], tp_ep=group)
         if GPU or ranks == 1:  # core's does not exchange over gloo
-            errors |= core_errors(ranks, mine)
+            core = core_dispatcher(ranks, mine)
+            errors |= {f"core's, EP{ranks}, {routing}": error(core, ALONE, routing) for routing in ROUTINGS}
 
         for interpreted in (True,) if GPU else (True, False):
             settings = SimpleNamespace(moe_router_topk=TOP_K)
             dispatcher = OncePerRankDispatcher(EXPERTS // ranks, settings, mine, experts_gather=interpreted)
             os.environ["TRITON_INTERPRET"] = str(int(interpreted and not GPU))
             how = f"EP{ranks}, {'kernels' if interpreted else 'torch'}"
-            for name, tokens in TOKENS.items():
-                for routing in ROUTINGS:
-                    errors[f"{how}, {name}, {routing}"] = on_all(error(dispatcher, tokens, routing))
-            errors[f"{how}, NaN"] = on_all(without_harm(dispatcher))
+            for routing in ROUTINGS:
+                errors[f"{how}, {routing}"] = error(dispatcher, ALONE if ranks == 1 else TOGETHER, routing)
+            errors[f"{how}, NaN"] = without_harm(dispatcher)
 
-    if dist.get_rank() == 0:
-        print(json.dumps(errors))
+    assert all(value < BOUND for value in errors.values()), errors  # NaN is not
+    print(max(errors.values()))
     dist.destroy_process_group()
 
 
