@@ -35,7 +35,7 @@ GPU = PLATFORM.name == "cuda"
 HIDDEN, EXPERTS, TOP_K = (2048, 32, 8) if GPU else (40, 8, 3)
 BOUND = 2e-2 if GPU else 1e-6
 ALONE, TOGETHER = [5, 4, 6, 1], [3, 0, 5, 2]
-"""Tokens of each rank; dispatchers of core, and of a rank alone, are called with some."""
+"""Tokens of each rank: where none is without tokens, and where one is."""
 if GPU:
     ALONE, TOGETHER = ([20 * tokens for tokens in each] * 2 for each in (ALONE, TOGETHER))
 ROUTINGS = (
