@@ -44,6 +44,11 @@ def test_kernels_equal_torch() -> None:
     output_of("triton_checks", **INTERPRETED)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_kernels_on_a_gpu() -> None:
+    output_of("triton_checks", "--gpu")
+
+
 WITHOUT_TOKENS = {
     *("adam_triton._adam_step_kernel", "adam_triton._split_kernel"),
     *("adam_triton._join_kernel", "grouped_gemm._plan_tiles_kernel"),
