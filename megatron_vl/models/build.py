@@ -23,7 +23,7 @@ from megatron_vl.models.rotary_embedding import MultimodalRope
 from megatron_vl.models.transformer_configs import language_config, vision_config
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageModel
-from megatron_vl.parallel.process_groups import group_of_this_rank, nested_context_groups
+from megatron_vl.parallel.process_groups import current_groups, group_of_this_rank
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, attention_heads
@@ -189,7 +189,7 @@ class _ModelBuilder:
         """The language model's part on a virtual stage, whose layers are ``layer_range``."""
         language_spec, layout = self.spec.language, self.layout
         process_groups = ProcessGroupCollection.use_mpu_process_groups()
-        process_groups.hcp = nested_context_groups()
+        process_groups.hcp = current_groups().nested_context_groups
         block_spec = transformer_block_spec(
             self.platform,
             self.core_config,
