@@ -96,23 +96,22 @@ def windows(qkv: Tensor, angles: Tensor, bounds: list[int], heads: int) -> Tenso
     return torch.cat(attended).flatten(1)
 
 
+@torch.no_grad()
 def largest(pairs: Iterable[tuple[Tensor, Tensor]], floor: float = 0.0) -> float:
     """The largest difference of pairs, relative to the second one's largest number (at least ``floor``)."""
-    errors = [
-        (a.detach() - b.detach()).abs().max() / b.abs().max().clamp(min=floor) for a, b in pairs if b.numel()
-    ]
-    return float(torch.stack(errors).detach().max())  # not Python's max, which passes over NaN
+    errors = [(a - b).abs().max() / b.abs().max().clamp(min=floor) for a, b in pairs if b.numel()]
+    return float(torch.stack(errors).max())  # not Python's max, which passes over NaN
 
 
 def worst(ours: Tensor, reference: Tensor, inputs: list[Tensor]) -> float:
     """The largest difference of values and gradients, relative to the largest reference."""
     weight = torch.randn_like(reference).to(ours.dtype)
-    pairs = [(ours, reference)]
-    # They may share the way from the inputs.
-    gradients = (
-        torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True) for out in (ours, reference)
-    )
-    return largest([*pairs, *zip(*gradients, strict=True)])
+    results = [
+        # They may share the way from the inputs.
+        [out, *torch.autograd.grad(out, inputs, weight.to(out.dtype), retain_graph=True)]
+        for out in (ours, reference)
+    ]
+    return largest(zip(*results, strict=True))
 
 
 SMALL = AttentionTiles(
@@ -394,49 +393,31 @@ def experts_error(
         kind: device and dtype of rows and weights. Weight gradients are added in float32.
     """
     rows_config, weight_config = configs or (GemmTileConfig(128, 64, 32, 4, 2),) * 2
-    shape = (len(counts), features_out, features_in)
-    x, dy, stacked = (
-        torch.randn(size, **kind) for size in ((sum(counts), features_in), (sum(counts), features_out), shape)
-    )
-    weights = list(stacked)
+    x, dy = (torch.randn(sum(counts), features, **kind) for features in (features_in, features_out))
+    weights = torch.randn(len(counts), features_out, features_in, **kind)
     where = plan_tiles(torch.tensor(counts, device=x.device), len(x))
-    table = AddressTable().device_addresses(weights)
-    added = torch.randn(shape, device=x.device)
-    written = torch.full_like(stacked, torch.nan)
-    before = added.clone()
+    added, written = torch.randn_like(weights, dtype=torch.float32), torch.full_like(weights, torch.nan)
 
+    parts = list(zip(x.float().split(counts), dy.float().split(counts), weights.float(), strict=True))
+    wgrad = torch.stack([b.T @ a for a, b, _ in parts])
+    outputs, input_grads = ([a @ w.T for a, _, w in parts], [b @ w for _, b, w in parts])
+    reference = [torch.cat(outputs), torch.cat(input_grads), added + wgrad, wgrad]
+
+    table = AddressTable().device_addresses(list(weights))
     for grads, add in ((added, True), (written, False)):
         addresses = AddressTable().device_addresses(list(grads))
         weight_product(dy, x, addresses, where, grads, accumulate=add, tile_config=weight_config)
-    ours = [
-        row_product(x, table, where, features_out, is_transposed=True, tile_config=rows_config),
-        row_product(dy, table, where, features_in, is_transposed=False, tile_config=rows_config),
-        added,
-        written,
-    ]
-
-    parts = [
-        (a.float(), b.float(), w.float())
-        for a, b, w in zip(x.split(counts), dy.split(counts), weights, strict=True)
-    ]
-    wgrad = torch.stack([b.T @ a for a, b, _ in parts])
-    reference = [
-        torch.cat([a @ w.T for a, _, w in parts]),
-        torch.cat([b @ w for _, b, w in parts]),
-        before + wgrad,
-        wgrad,
-    ]
-
-    return largest(zip(ours, reference, strict=True), floor=1.0)
+    y = row_product(x, table, where, features_out, is_transposed=True, tile_config=rows_config)
+    dx = row_product(dy, table, where, features_in, is_transposed=False, tile_config=rows_config)
+    return largest(zip([y, dx, added, written], reference, strict=True), floor=1.0)
 
 
 def adapters_error(counts: list[int], features_in: int, features_out: int, rank: int, **kind: Any) -> float:
     """Largest error of the adapters of experts: output, and gradients of the input and both factors."""
     from megatron_vl.models.moe.experts import GroupedAdapter
 
-    x, output, output_grad = (
-        torch.randn(sum(counts), features, **kind) for features in (features_in, features_out, features_out)
-    )
+    widths = features_in, features_out, features_out
+    x, output, output_grad = (torch.randn(sum(counts), features, **kind) for features in widths)
     factors_a = [torch.randn(rank, features_in, **kind) / features_in**0.5 for _ in counts]
     factors_b = [torch.randn(features_out, rank, **kind) / rank**0.5 for _ in counts]
     adapter = GroupedAdapter(factors_a, factors_b, 1.5, is_expert_parallel=False)
@@ -446,12 +427,9 @@ def adapters_error(counts: list[int], features_in: int, features_out: int, rank:
     ours = adapter(x, output, tile_plan)
     ours_grads = torch.autograd.grad(ours, [x, *factors], output_grad)
 
-    wide_x = x.detach().float().requires_grad_()
-    wide = [factor.detach().float().requires_grad_() for factor in factors]
-    added = [
-        1.5 * rows @ a.T @ b.T
-        for rows, a, b in zip(wide_x.split(counts), wide[: len(counts)], wide[len(counts) :], strict=True)
-    ]
+    wide_x, *wide = (tensor.detach().float().requires_grad_() for tensor in (x, *factors))
+    parts = zip(wide_x.split(counts), wide[: len(counts)], wide[len(counts) :], strict=True)
+    added = [1.5 * rows @ a.T @ b.T for rows, a, b in parts]
     expected = output.float() + torch.cat(added)
     expected_grads = torch.autograd.grad(expected, [wide_x, *wide], output_grad.float())
 
@@ -477,9 +455,8 @@ def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float
         width: of a row; a part has one element.
         kind: device and dtype of rows.
     """
-    chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(
-        shares, device=kind.get("device")
-    )
+    device = kind.get("device")
+    chosen = torch.rand(rows, len(shares), device=device) < torch.tensor(shares, device=device)
     row_ids = make_row_ids(chosen)
     total = int(chosen.sum())
     column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their row_ids
@@ -508,14 +485,10 @@ def halves_error(count: int, device: str = "cpu") -> float:
         split(master.to(on), weight, low, kept)
         again, moment = torch.zeros(count, device=on), kept.clone()
         join(weight, low, moment, again)
-        return [
-            t.cpu()
-            for t in (weight.view(torch.int16), low, *(x.view(torch.int32) for x in (kept, again, moment)))
-        ]
+        found = weight.view(torch.int16), low, *(tensor.view(torch.int32) for tensor in (kept, again, moment))
+        return [tensor.cpu() for tensor in found]
 
-    with_torch = partial(
-        made, "cpu", *(torch_only(f) for f in (master_halves.split_master, master_halves.join_master))
-    )
+    with_torch = torch_only(partial(made, "cpu", master_halves.split_master, master_halves.join_master))
     ours = made(device, adam_triton.split_master, adam_triton.join_master)
     assert torch.equal(ours[3], bits)
     return float(sum((a != b).sum() for a, b in zip(ours, with_torch(), strict=True)))
@@ -552,11 +525,10 @@ def adam_error(count: int, device: str = "cpu") -> float:
         launch = adam.LaunchTables()
         for step, gradient in enumerate(gradients, 1):
             values = torch.zeros(count + shift, device=place)[shift:].copy_(gradient)
+            still = group | {"lr": 0.0, "betas": (0.9, 0.999)}
             rates = {
                 "one": adam.AdamCoefficients.from_param_group(group, step, 0.3),
-                "still": adam.AdamCoefficients.from_param_group(
-                    group | {"lr": 0.0, "betas": (0.9, 0.999)}, step + 1000
-                ),
+                "still": adam.AdamCoefficients.from_param_group(still, step + 1000),
             }
             stretches = [
                 adam.ParameterSlice(weight, values, 0, cut, 0, 0),

@@ -163,18 +163,3 @@ def test_tied_embeddings_in_either_place(name: str, outer: bool | None, inner: b
         if value is not None:
             section["tie_word_embeddings"] = value
     assert read_spec(config).language.tied_embeddings == by_transformers(config)["language.tied_embeddings"]
-
-
-def test_rope_fields_are_read_under_both_names() -> None:
-    """If a config has both, transformers takes the older one. Serving engines may not, so they must agree."""
-    config = released("Qwen3-VL-8B")
-    text = config["text_config"]
-    text["rope_parameters"] = text["rope_scaling"] | {"rope_theta": text["rope_theta"]}
-    theirs = by_transformers(config)
-    assert by_us(read_spec(config), theirs) == theirs
-
-    for name, value in (("rope_theta", 7.0), ("mrope_section", [20, 22, 22]), ("mrope_interleaved", False)):
-        other = copy.deepcopy(config)
-        other["text_config"]["rope_parameters"][name] = value
-        with pytest.raises(ConfigError, match=f"{name} is .* in text_config.rope_parameters, but"):
-            read_spec(other)

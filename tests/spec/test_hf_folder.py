@@ -74,10 +74,6 @@ def tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
     return change
 
 
-def first_file_alone(hf: Path) -> None:
-    shutil.copy(min(hf.glob("*.safetensors")), hf / "model.safetensors")
-
-
 QUERY = "model.language_model.layers.0.self_attn.q_proj.weight"
 SCALE = torch.ones(1)
 TURNS = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello to you."}]
@@ -99,7 +95,10 @@ REFUSED = {
         tensor(QUERY, torch.zeros(64, 64).to(torch.float8_e4m3fn)),
         "tensor '.*q_proj.weight' has type F8_E4M3",
     ),
-    "a file beside an index": (first_file_alone, "both model.safetensors and model.safetensors.index.json"),
+    "a file beside an index": (
+        lambda hf: shutil.copy(min(hf.glob("*.safetensors")), hf / "model.safetensors"),
+        "both model.safetensors and model.safetensors.index.json",
+    ),
     "an adapter": (file("adapter_config.json", "{}"), "adapter_config.json"),
     "two templates": (
         file("chat_template.jinja", "{{ messages }}"),
@@ -143,11 +142,6 @@ def test_read_spec_opens_one_file_of_weights(hf: Path) -> None:
         read_spec(hf)
 
 
-def weights_of_other_formats(hf: Path) -> None:
-    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
-        save_file({"x.weight_scale": SCALE.to(torch.float8_e4m3fn)}, hf / name)
-
-
 def one_file(hf: Path, has_index: bool = False) -> None:
     tensors = {k: v for path in hf.glob("*.safetensors") for k, v in load_file(path).items()}
     for path in [*hf.glob("*.safetensors"), hf / "model.safetensors.index.json"]:
@@ -163,7 +157,9 @@ ACCEPTED: dict[str, Callable[[Path], object]] = {
     "no quantisation": quantised("", None),
     "one file": one_file,
     "one file with an index": partial(one_file, has_index=True),
-    "weights that are not read": weights_of_other_formats,
+    "weights that are not read": lambda hf: save_file(
+        {"x.weight_scale": SCALE.to(torch.float8_e4m3fn)}, hf / "consolidated.safetensors"
+    ),
     "one template twice": lambda hf: (hf / "chat_template.jinja").write_text(read_chat_template(hf) + "\n"),
     # As in the released Qwen2.5-VL, whose tokenizer_config.json has a template for tools.
     "another template of the tokenizer": fields("tokenizer_config.json", chat_template="{{ tools }}"),

@@ -161,6 +161,8 @@ OTHER_TYPE = r"rope type '\w+' in .*rope_\w+\.(rope_)?type is not supported"
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "factor is"),
         ({"rope_scaling": YARN | {"beta_fast": 16}, "rope_parameters": YARN}, "beta_fast is"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}}, "rope_theta is"),
+        ({"rope_scaling": {}, "rope_parameters": {"mrope_section": [20, 22, 22]}}, "mrope_section is .* in "),
+        ({"rope_scaling": {}, "rope_parameters": {"mrope_interleaved": 0.5}}, "mrope_interleaved is .* in "),
         ({"rope_scaling": YARN | {"type": "mrope"}}, "make them equal, or remove type"),
         ({"rope_scaling": {"factor": 4.0}}, "set rope_type to yarn"),
         ({"rope_scaling": YARN | {"factor": None}}, "factor None of YaRN must be a number"),
