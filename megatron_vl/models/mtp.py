@@ -134,7 +134,7 @@ class MtpModel(VisionLanguageModel):
     def __init__(self, *args: Any, layer: MultiTokenPrediction | None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.mtp = layer
-        self.next_embeddings: Tensor | None = None
+        self.next_embeddings: Any = None
         """The embeddings that the layer needs, between the reading of a row or message and the output."""
 
     def _embed_row(self, row: DeviceRow) -> list[Tensor]:
@@ -147,7 +147,8 @@ class MtpModel(VisionLanguageModel):
         return hidden_states
 
     def _make_message(self, chunk_output: Tensor) -> Tensor:
-        return torch.cat((chunk_output, self._take_embeddings()))
+        next_embeddings, self.next_embeddings = self.next_embeddings, None
+        return torch.cat((chunk_output, next_embeddings))
 
     def _output_processor(self, row: DeviceRow) -> Any:
         return partial(self._losses_of_both, row)
@@ -160,20 +161,16 @@ class MtpModel(VisionLanguageModel):
         if context is None:
             context = torch.arange(row.tokens.numel(), device=row.tokens.device)
         token_losses = loss_token_losses(hidden_states=hidden_states, context=context, **options)
+        next_embeddings, self.next_embeddings = self.next_embeddings, None
         mtp_losses = self.mtp.losses(
             row,
             self.language_model,
             hidden_states,
-            self._take_embeddings(),
+            next_embeddings,
             self._padding_mask(row),
             options["output_weight"],
         )
         return torch.cat((token_losses.float(), mtp_losses))
-
-    def _take_embeddings(self) -> Tensor:
-        next_embeddings, self.next_embeddings = self.next_embeddings, None
-        assert next_embeddings is not None
-        return next_embeddings
 
 
 def target_index(row: DeviceRow) -> tuple[Tensor, Tensor]:
