@@ -52,9 +52,6 @@ def transformers_rope(config: dict[str, Any]) -> Any:
     return getattr(module, names[0])(AutoConfig.for_model(**config).get_text_config())
 
 
-# --- Numbers ------------------------------------------------------------------------------------------------
-
-
 def test_frequencies_by_hand() -> None:
     """Head of 128, theta 1e6, factor 4, original length 32,768, as Qwen2.5-VL's model card gives it.
 
@@ -109,9 +106,6 @@ def test_cosines_equal_those_of_transformers(name: str, fields: dict[str, Any]) 
     factor = spec.language.yarn.attention_factor
     torch.testing.assert_close(angles.cos() * factor, cos[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(angles.sin() * factor, sin[0], rtol=0, atol=1e-6)
-
-
-# --- Places -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,9 +202,6 @@ def test_original_length_stands_in_one_of_two_places(family: str) -> None:
     text["rope_parameters"]["original_max_position_embeddings"] = 640
     with pytest.raises(ConfigError, match="is 320 in the text fields, but 640 in the rope fields"):
         read_spec(config)
-
-
-# --- model.rope_scaling -------------------------------------------------------------------------------------
 
 
 def test_rope_scaling_of_a_run_replaces_that_of_the_config() -> None:
