@@ -135,10 +135,11 @@ def _build_mlp(
     *,
     submodules: MLPSubmodules,
     recompute: bool,
-    **kwargs: Any,
+    name: str | None = None,
+    **_: Any,
 ) -> FusedMLP:
-    kwargs.pop("is_mtp_layer", None)
-    return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute_activation=recompute, **kwargs)
+    """Core also says where the layer stands, which only experts ask."""
+    return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute_activation=recompute, name=name)
 
 
 class _LayerModules(NamedTuple):
