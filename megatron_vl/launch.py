@@ -32,7 +32,7 @@ import psutil
 
 from megatron_vl.config import parse_config
 from megatron_vl.parallel import joining
-from megatron_vl.parallel.joining import JoinError, JoinWait, join_limit_s, join_nodes, raise_open_file_limit
+from megatron_vl.parallel.joining import JoinError, JoinWait, join, join_limit_s, raise_open_file_limit
 from megatron_vl.system import host_memory
 from megatron_vl.system.processes import kill_process_tree, list_children
 from megatron_vl.system.signals import (
@@ -137,7 +137,8 @@ def _meet_nodes(torchrun_args: argparse.Namespace, limit_s: float) -> object:
         endpoint = endpoint or f"{torchrun_args.master_addr}:{torchrun_args.master_port}"
         torchrun_args.rdzv_endpoint = endpoint
         host, port = parse_rendezvous_endpoint(endpoint, default_port=29500)
-        return join_nodes(host, port, torchrun_args.node_rank, num_nodes, limit_s)
+        node = torchrun_args.node_rank
+        return join(host, port, node == 0, "megatron_vl/nodes", "node", node, num_nodes, limit_s)
     if torchrun_args.rdzv_backend != "c10d" or not endpoint:
         return None
 

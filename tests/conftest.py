@@ -40,7 +40,7 @@ training/test_mtp training/test_resume training/test_export_hf models/test_mtp t
 toolkit/test_answers_at_end test_docs training/test_context_parallel estimate/test_flops
 kernels/test_shard_exchange training/test_offload training/test_signals test_start models/moe/test_experts
 converters/test_restart test_examples data/test_row_loader toolkit/test_bench converters/test_round_trip
-converters/test_lora training/test_optimizer kernels/test_delta_rule_kernels toolkit/test_plan
+converters/test_lora training/test_optimizer kernels/test_gated_delta_rule toolkit/test_plan
 core_fixes/test_register parallel/test_joining
 """.split()
 """Files with 20 seconds or more of processor time, the longest first. A file runs in one process: if a long

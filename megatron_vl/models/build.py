@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,13 @@ from megatron_vl.models.attention import choose_backend, flash_attention_is_righ
 from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.layer_specs import remaining_deepstack_levels, transformer_block_spec
 from megatron_vl.models.lora import AdaptedModel, seed_dropout
-from megatron_vl.models.mtp import MultiTokenPrediction
+from megatron_vl.models.mtp import MtpModel, MultiTokenPrediction
 from megatron_vl.models.parameter_names import LiveTensor, named_tensors
 from megatron_vl.models.rotary_embedding import MultimodalRope
 from megatron_vl.models.transformer_configs import language_config, vision_config
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageModel
-from megatron_vl.parallel.process_groups import group_of_this_rank, nested_context_groups
+from megatron_vl.parallel.process_groups import current_groups, group_of_this_rank
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, attention_heads
@@ -106,7 +106,11 @@ class _ModelBuilder:
         if len(layout.layers_per_chunk) > 1:
             message_levels = remaining_deepstack_levels(layout.layers_per_chunk[0], num_deepstack_levels)
             message_levels += bool(self.config.mtp.loss)  # the embeddings that it needs on the last stage
-        chunk = VisionLanguageModel(
+        make_chunk: Callable[..., VisionLanguageModel] = VisionLanguageModel
+        if self.config.mtp.loss:
+            layer = self._build_mtp(language_model) if language_model.post_process else None
+            make_chunk = functools.partial(MtpModel, layer=layer)
+        chunk = make_chunk(
             self.core_config,
             language_model,
             vision_tower,
@@ -114,9 +118,7 @@ class _ModelBuilder:
             layer_range=layer_range,
             message_levels=message_levels,
         )
-        chunk.mtp_config = self.config.mtp
-        if self.config.mtp.loss and chunk.post_process:
-            chunk.mtp = self._build_mtp(language_model)
+        chunk.mtp_config = self.config.mtp  # the step asks each model for it
         # Some parameters stay in float32.
         float32_values = {
             p: p.detach().clone() for p in chunk.parameters() if getattr(p, "keep_float32", False)
@@ -187,7 +189,7 @@ class _ModelBuilder:
         """The language model's part on a virtual stage, whose layers are ``layer_range``."""
         language_spec, layout = self.spec.language, self.layout
         process_groups = ProcessGroupCollection.use_mpu_process_groups()
-        process_groups.hcp = nested_context_groups()
+        process_groups.hcp = current_groups().nested_context_groups
         block_spec = transformer_block_spec(
             self.platform,
             self.core_config,

@@ -25,7 +25,7 @@ from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.models.frame_shares import Array, TowerFrames, split_by_cost
 from megatron_vl.models.vision_language import TowerEverywhere
 from megatron_vl.parallel.ddp import ReplicaDDP
-from megatron_vl.parallel.process_groups import group_of_this_rank, replica_group
+from megatron_vl.parallel.process_groups import current_groups, group_of_this_rank
 from megatron_vl.spec.families import VisionSpec
 
 
@@ -120,7 +120,7 @@ class DecoupledTower:
         self, tower_module: TowerEverywhere, vision_spec: VisionSpec, vision_config: VisionConfig
     ) -> None:
         self.module, self.vision, self.config = tower_module, vision_spec, vision_config
-        self.group = replica_group()
+        self.group = current_groups().replica_group
         self.cp_group = mpu.get_context_parallel_group()
         self.tp_group = mpu.get_tensor_model_parallel_group()
         self.on_first_stage = mpu.get_pipeline_model_parallel_rank() == 0

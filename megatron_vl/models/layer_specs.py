@@ -135,10 +135,11 @@ def _build_mlp(
     *,
     submodules: MLPSubmodules,
     recompute: bool,
-    **kwargs: Any,
+    name: str | None = None,
+    **_: Any,
 ) -> FusedMLP:
-    kwargs.pop("is_mtp_layer", None)
-    return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute_activation=recompute, **kwargs)
+    """Core also says where the layer stands, which only experts ask."""
+    return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute_activation=recompute, name=name)
 
 
 class _LayerModules(NamedTuple):
@@ -224,8 +225,19 @@ def transformer_block_spec(
         windowed=is_windowed_layer,
         rope_scale=rope_scale,
     )
-    self_attention = _self_attention_spec(
-        layer_modules, core_attention, attention_backend, causal, fused_windows
+    # Our tower kernels rotate queries and keys themselves, so TowerSelfAttention replaces core's attention.
+    takes_tower_kernels = fused_windows or attention_backend == "triton"
+    self_attention = ModuleSpec(
+        module=TowerSelfAttention if takes_tower_kernels else SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask}
+        | ({"fused_windows": fused_windows} if takes_tower_kernels else {}),
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=layer_modules.column_linear,
+            core_attention=core_attention,
+            linear_proj=layer_modules.row_linear,
+            q_layernorm=layer_modules.head_norm,
+            k_layernorm=layer_modules.head_norm,
+        ),
     )
     layer_spec = ModuleSpec(
         module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
@@ -261,30 +273,6 @@ def transformer_block_spec(
         delta_net = ModuleSpec(module=GatedDeltaNet, params={"spec": linear_attention, **linears})
         layer_specs = _replace_in_layers(layer_specs, layers_with_linear_attention, self_attention=delta_net)
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)
-
-
-def _self_attention_spec(
-    layer_modules: _LayerModules,
-    core_attention: Any,
-    attention_backend: str,
-    causal: bool,
-    fused_windows: bool,
-) -> ModuleSpec:
-    """Packed self-attention with its linears; the arguments are those of :func:`transformer_block_spec`."""
-    module: Any = SelfAttention
-    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask}
-    # Our tower kernels rotate queries and keys themselves, so TowerSelfAttention replaces core's attention.
-    if fused_windows or attention_backend == "triton":
-        module = TowerSelfAttention
-        params["fused_windows"] = fused_windows
-    submodules = SelfAttentionSubmodules(
-        linear_qkv=layer_modules.column_linear,
-        core_attention=core_attention,
-        linear_proj=layer_modules.row_linear,
-        q_layernorm=layer_modules.head_norm,
-        k_layernorm=layer_modules.head_norm,
-    )
-    return ModuleSpec(module=module, params=params, submodules=submodules)
 
 
 def _replace_in_layers(

@@ -88,16 +88,12 @@ class LinearAdapter(nn.Module):
         self.has_uniform_scale = len(set(column_scales)) == 1
         self.column_scales: Tensor
         self.register_buffer("column_scales", torch.tensor(column_scales), persistent=False)
-        self._mark_parameters(linear)
 
-    def _mark_parameters(self, linear: Any) -> None:
-        """Sets the attributes by which Megatron-core finds the groups that reduce a gradient."""
+        # The attributes by which Megatron-core finds the groups that reduce a gradient.
         is_expert_parallel = not getattr(next(linear.parameters()), "allreduce", True)
-        for parameter in (self.lora_A.weight, self.lora_B.weight):
+        for parameter in (factor_a.weight, factor_b.weight):
             parameter.allreduce = not is_expert_parallel  # type: ignore[attr-defined]
-
-        factors = self.lora_A, self.lora_B
-        whole_factor, cut_factor = factors if self.is_column else reversed(factors)
+        whole_factor, cut_factor = (factor_a, factor_b) if self.is_column else (factor_b, factor_a)
         set_tensor_model_parallel_attributes(
             cut_factor.weight, True, dim=0 if self.is_column else 1, stride=1
         )
@@ -253,22 +249,14 @@ class AdaptedModel:
     def _initial_factors(self, adapter: FusedLora, base_tensor: LiveTensor) -> tuple[Tensor, Tensor]:
         """This rank's shards of A and B before the first step, in the type of the base."""
         info_a, info_b = adapter.tensor_infos()
-        dtype = base_tensor.parameter.dtype
-        full_a = self._draw_a(adapter, info_a, base_tensor.expert_index)
-        full_b = torch.zeros(info_b.shape[-2:])
-        return self._cut(full_a, info_a).to(dtype), self._cut(full_b, info_b).to(dtype)
-
-    def _draw_a(self, adapter: FusedLora, info_a: TensorInfo, expert_index: int | None) -> Tensor:
-        """The first value of A [rank, columns], of one expert in a stack. Padded columns are zero.
-
-        It depends only on the seed and the tensor's name, so that it is the same in every layout.
-        """
-        digest = hashlib.sha256(f"{self.seed} {info_a.name} {expert_index}".encode()).digest()
+        full_a, full_b = (torch.zeros(info.shape[-2:]) for info in (info_a, info_b))
+        # A depends only on the seed and its name, so that it is the same in every layout.
+        digest = hashlib.sha256(f"{self.seed} {info_a.name} {base_tensor.expert_index}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         bound, real_columns = initial_bound(self.spec, adapter.base)
-        factor = torch.zeros(info_a.shape[-2:])
-        factor[:, :real_columns].uniform_(-bound, bound, generator=generator)
-        return factor
+        full_a[:, :real_columns].uniform_(-bound, bound, generator=generator)
+        dtype = base_tensor.parameter.dtype
+        return self._cut(full_a, info_a).to(dtype), self._cut(full_b, info_b).to(dtype)
 
     def _cut(self, factor: Tensor, info: TensorInfo) -> Tensor:
         """This rank's shard of a factor, or of one expert's."""

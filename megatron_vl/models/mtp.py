@@ -10,6 +10,7 @@ their own, and gradients go back as those of the hidden state do.
 """
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from torch import Tensor, nn
 
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.batch import DeviceRow
-from megatron_vl.models.head import losses_of_tokens
+from megatron_vl.models.head import loss_token_losses, losses_of_tokens
 from megatron_vl.models.layer_specs import make_norm
+from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.platform import Platform
 
 
@@ -120,6 +122,55 @@ class MultiTokenPrediction(MegatronModule):
         # Added, because a token that is no target may be listed twice.
         found = torch.cat((token_losses.float(), torch.cat(is_first, 1).float())) * is_target
         return found.new_zeros(2, row.tokens.numel()).index_add(1, index, found)
+
+
+class MtpModel(VisionLanguageModel):
+    """A chunk of a model that is trained with multi-token prediction; such models have no DeepStack.
+
+    Args:
+        layer: on the last chunk.
+    """
+
+    def __init__(self, *args: Any, layer: MultiTokenPrediction | None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.mtp = layer
+        self.next_embeddings: Any = None
+        """The embeddings that the layer needs, between the reading of a row or message and the output."""
+
+    def _embed_row(self, row: DeviceRow) -> list[Tensor]:
+        parts = super()._embed_row(row)
+        self.next_embeddings = embeddings_of_next(parts[0], self.language_model)
+        return parts
+
+    def _read_message(self, stage_message: Tensor) -> Tensor:
+        hidden_states, self.next_embeddings = stage_message.chunk(2)
+        return hidden_states
+
+    def _make_message(self, chunk_output: Tensor) -> Tensor:
+        next_embeddings, self.next_embeddings = self.next_embeddings, None
+        return torch.cat((chunk_output, next_embeddings))
+
+    def _output_processor(self, row: DeviceRow) -> Any:
+        return partial(self._losses_of_both, row)
+
+    def _losses_of_both(
+        self, row: DeviceRow, *, hidden_states: Tensor, context: Tensor | None, **options: Any
+    ) -> Tensor:
+        """The losses of the model, those of the layer's targets, and whether it ranks them first: [3, S]."""
+        assert self.mtp is not None
+        if context is None:
+            context = torch.arange(row.tokens.numel(), device=row.tokens.device)
+        token_losses = loss_token_losses(hidden_states=hidden_states, context=context, **options)
+        next_embeddings, self.next_embeddings = self.next_embeddings, None
+        mtp_losses = self.mtp.losses(
+            row,
+            self.language_model,
+            hidden_states,
+            next_embeddings,
+            self._padding_mask(row),
+            options["output_weight"],
+        )
+        return torch.cat((token_losses.float(), mtp_losses))
 
 
 def target_index(row: DeviceRow) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import nn
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR
 
-_LAYER_PATTERN = re.compile(r"^(language_model|mtp)\.decoder\.layers\.(\d+)\.")
+_LAYER_PATTERN = re.compile(r"^(\w+)\.decoder\.layers\.(\d+)\.")
 _ATTENTION_NORM_NAMES = ("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
 _LINEAR_ATTENTION_NORM_NAMES = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
 _MLP_NORM_NAMES = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")

@@ -62,7 +62,12 @@ def language_config(
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        pipeline_model_parallel_layout=layout.megatron_layout_string() if layout.pp > 1 else None,
+        # Core's notation: E is the embedding, t a decoder layer, | the end of a chunk, L the loss.
+        pipeline_model_parallel_layout=(
+            f"E{'|'.join('t' * num_layers for num_layers in layout.layers_per_chunk)}L"
+            if layout.pp > 1
+            else None
+        ),
         cross_entropy_loss_fusion=platform.name == "cuda",
         cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
         num_layers=language_spec.num_layers,

@@ -4,7 +4,6 @@ Features replace the placeholders' embeddings before the sequence-parallel scatt
 in a row, and any tensor-parallel rank may hold any token.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_vl.config import LoraConfig, MtpConfig
+from megatron_vl.config import LoraConfig
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.head import loss_token_losses
 from megatron_vl.models.layer_specs import remaining_deepstack_levels
-from megatron_vl.models.mtp import MultiTokenPrediction, embeddings_of_next
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.parallel.ddp import AbsentTower
 
@@ -62,10 +60,6 @@ class VisionLanguageModel(MegatronModule):
         self.lora = LoraConfig()
         """The adapters of the run. If there are any, they are trained, and not the model itself."""
 
-        self.mtp_config = MtpConfig()
-        self.next_embeddings: Tensor | None = None
-        """Embeddings for multi-token prediction, between the reading of a row or message and the output."""
-
         self.language_model = language_model
         self.model_type = language_model.model_type
         self.pre_process = language_model.pre_process
@@ -73,18 +67,28 @@ class VisionLanguageModel(MegatronModule):
         self.vp_stage = language_model.vp_stage
         self.share_embeddings_and_output_weights = language_model.share_embeddings_and_output_weights
 
-        self.mtp: MultiTokenPrediction | None = None
-
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
-        """Takes the previous stage's message: the hidden state, remaining DeepStack levels, and padding."""
+        """Takes the previous stage's message; None on the first stage."""
         stage_message = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        if stage_message is not None and self.mtp_config.loss:  # such models have no DeepStack
-            stage_message, self.next_embeddings = stage_message.chunk(2)
-        elif stage_message is not None and self.levels_in < self.message_levels:
-            stage_message = stage_message[
-                : stage_message.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)
-            ]
+        if stage_message is not None:
+            stage_message = self._read_message(stage_message)
         self.language_model.set_input_tensor([stage_message])
+
+    def _read_message(self, stage_message: Tensor) -> Tensor:
+        """The hidden state and the remaining DeepStack levels, without the padding after them."""
+        if self.levels_in == self.message_levels:
+            return stage_message
+        return stage_message[: stage_message.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)]
+
+    def _make_message(self, chunk_output: Tensor) -> Tensor:
+        """The message to the next stage. All have one size, because core allocates the receiving buffers from
+        the config: levels that earlier layers have already added are sent as zeros."""
+        if self.levels_out == self.message_levels:
+            return chunk_output
+        local_seq_len = chunk_output.shape[0] // (1 + self.levels_out)
+        num_unused_tokens = local_seq_len * (self.message_levels - self.levels_out)
+        padding = chunk_output.new_zeros(num_unused_tokens, *chunk_output.shape[1:])
+        return torch.cat((chunk_output, padding))
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight on the stages that hold it. Core sums its gradient over both stages."""
@@ -95,18 +99,15 @@ class VisionLanguageModel(MegatronModule):
 
         Returns:
             On the last chunk, per-token losses [1, S], which are 0 outside ``row.loss_index``; or logits [1,
-            S, V / tp] if ``labels`` is False. With multi-token prediction, the losses are followed by those
-            of its targets, and by whether it ranks them first: [3, S]. On other chunks, a pipeline message
-            that consists of the hidden state and DeepStack's levels, or the embeddings for multi-token
-            prediction, [(1 + message_levels) * S (/ tp), 1, H].
+            S, V / tp] if ``labels`` is False. On other chunks, a pipeline message that consists of the hidden
+            state and DeepStack's levels, [(1 + message_levels) * S (/ tp), 1, H].
         """
-        decoder_input = self._embed_row(row) if self.pre_process else None
-
-        # Most tokens of a row have no loss. The head is computed only for those that have one, because logits
-        # [S, V] are the largest activation of the model.
-        output_processor: Any = loss_token_losses if (labels and row.loss_index is not None) else None
-        if self.mtp is not None and labels:
-            output_processor = partial(self._losses_of_both, row)
+        decoder_input = None
+        if self.pre_process:
+            parts = self._embed_row(row)
+            if self.config.sequence_parallel:
+                parts = [scatter_to_sequence_parallel_region(part) for part in parts]
+            decoder_input = torch.cat(parts) if self.num_deepstack_levels else parts[0]
 
         # ``attention_mask`` is None because PackedAttention reads the segments from ``packed_seq_params``.
         chunk_output = self.language_model(
@@ -117,40 +118,18 @@ class VisionLanguageModel(MegatronModule):
             labels=row.labels[None] if labels else None,
             packed_seq_params=PackedRow(full_segments=row.segments, shard=row.shard),
             padding_mask=self._padding_mask(row),
-            output_processor=output_processor,
+            output_processor=self._output_processor(row) if labels else None,
             output_processor_context=row.loss_index,
         )
+        return chunk_output if self.post_process else self._make_message(chunk_output)
 
-        # All messages between stages have one size, because core allocates the receiving buffers from the
-        # config. Levels that earlier layers have already added are sent as zeros.
-        next_embeddings, self.next_embeddings = self.next_embeddings, None
-        num_unused_levels = 0 if self.post_process else self.message_levels - self.levels_out
-        if self.mtp_config.loss and not self.post_process:
-            assert next_embeddings is not None
-            chunk_output = torch.cat((chunk_output, next_embeddings))
-        elif num_unused_levels:
-            local_seq_len = chunk_output.shape[0] // (1 + self.levels_out)
-            padding = chunk_output.new_zeros(local_seq_len * num_unused_levels, *chunk_output.shape[1:])
-            chunk_output = torch.cat((chunk_output, padding))
-        return chunk_output
+    def _output_processor(self, row: DeviceRow) -> Any:
+        """What core calls in place of its output layer and loss; None: those for all tokens.
 
-    def _losses_of_both(
-        self, row: DeviceRow, *, hidden_states: Tensor, context: Tensor | None, **options: Any
-    ) -> Tensor:
-        """The losses of the model and of multi-token prediction, as :meth:`forward` returns them."""
-        assert self.mtp is not None and self.next_embeddings is not None
-        if context is None:
-            context = torch.arange(row.tokens.numel(), device=row.tokens.device)
-        token_losses = loss_token_losses(hidden_states=hidden_states, context=context, **options)
-        mtp_losses = self.mtp.losses(
-            row,
-            self.language_model,
-            hidden_states,
-            self.next_embeddings,
-            self._padding_mask(row),
-            options["output_weight"],
-        )
-        return torch.cat((token_losses.float(), mtp_losses))
+        Most tokens of a row have no loss. The head is computed only for those that have one, because logits
+        [S, V] are the largest activation of the model.
+        """
+        return None if row.loss_index is None else loss_token_losses
 
     def _padding_mask(self, row: DeviceRow) -> Tensor | None:
         """The mask of padding tokens, bool [1, S (/ tp)].
@@ -165,11 +144,8 @@ class VisionLanguageModel(MegatronModule):
             padding_mask = padding_mask.chunk(tp_group.size())[tp_group.rank()]
         return padding_mask[None]
 
-    def _embed_row(self, row: DeviceRow) -> Tensor:
-        """Embeds tokens, inserts features, and appends DeepStack's levels: [(1 + levels) * S (/ tp), 1, H].
-
-        Under sequence parallelism, each part is scattered separately.
-        """
+    def _embed_row(self, row: DeviceRow) -> list[Tensor]:
+        """The embeddings of the row's tokens and features, and DeepStack's levels: [S, 1, H] each."""
         if self.absent_tower is not None:
             self.absent_tower.gather_params()
         # The tower runs before the embedding, because parameters are registered, gathered and reduced in that
@@ -196,11 +172,7 @@ class VisionLanguageModel(MegatronModule):
                 for part, one_level_features in zip(embedding_parts, level_features, strict=True)
             ]
 
-        if self.mtp_config.loss:
-            self.next_embeddings = embeddings_of_next(embedding_parts[0], self.language_model)
-        if self.config.sequence_parallel:
-            embedding_parts = [scatter_to_sequence_parallel_region(part) for part in embedding_parts]
-        return torch.cat(embedding_parts) if self.num_deepstack_levels else embedding_parts[0]
+        return embedding_parts
 
     def _level_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor] | None:
         """The features of the row's images, one tensor for each level; None if the row gets none."""

@@ -73,11 +73,8 @@ class Heartbeat:
         Raises ValueError, KeyError or TypeError for any other line.
         """
         fields = json.loads(line)
-        process, rank_progress = (
-            RankProcess(**fields["rank_process"]),
-            RankProgress(**fields["rank_progress"]),
-        )
-        return Heartbeat(int(fields["rank"]), process, rank_progress)
+        parts = RankProcess(**fields["rank_process"]), RankProgress(**fields["rank_progress"])
+        return Heartbeat(int(fields["rank"]), *parts)
 
 
 @dataclass(frozen=True)

@@ -111,22 +111,23 @@ def join_store(rank: int, world_size: int, limit_s: float) -> Any:
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     # torchrun's store outlives a restart of the ranks.
     key = f"megatron_vl/joined/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    return _join(host, port, is_server, key, "rank", rank, world_size, JoinWait(limit_s))
+    return join(host, port, is_server, key, "rank", rank, world_size, limit_s)
 
 
-def join_nodes(host: str, port: int, node: int, num_nodes: int, limit_s: float) -> Any:
-    """Opens the store that the launcher of node 0 serves while it is kept, and waits for the other launchers.
-
-    Raises JoinError, as :meth:`JoinWait.pause` does.
-    """
-    return _join(host, port, node == 0, "megatron_vl/nodes", "node", node, num_nodes, JoinWait(limit_s))
-
-
-def _join(
-    host: str, port: int, is_server: bool, key: str, kind: str, index: int, count: int, join_wait: JoinWait
+def join(
+    host: str, port: int, is_server: bool, key: str, kind: str, index: int, count: int, limit_s: float
 ) -> Any:
+    """Opens a store, which one of ``count`` processes serves while it keeps the result, and waits for all.
+
+    Args:
+        key: begins the names of what the processes write to the store.
+        kind: what they are, ``rank`` or ``node``.
+
+    Raises JoinError, as :meth:`JoinWait.pause` does, or SystemExit.
+    """
     import torch.distributed as dist
 
+    join_wait = JoinWait(limit_s)
     join_wait.reach_address(host, port, is_server)
     store: Any = dist.TCPStore(
         host, port, None, is_server, timedelta(seconds=20), wait_for_workers=False, multi_tenant=True

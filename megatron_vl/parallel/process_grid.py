@@ -15,7 +15,12 @@ import torch.distributed as dist
 
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.joining import join_store, raise_open_file_limit
-from megatron_vl.parallel.process_groups import cache_core_groups, cached_group, destroy_groups, keep_groups
+from megatron_vl.parallel.process_groups import (
+    cache_core_groups,
+    cached_group,
+    current_groups,
+    destroy_groups,
+)
 from megatron_vl.platform import Platform
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import Sharding, TensorInfo
@@ -142,7 +147,8 @@ def make_grid(layout: Layout) -> ProcessGrid:
     replica_group, stage_group = mpu.get_model_parallel_group(), mpu.get_tensor_model_parallel_group()
     if layout.cp > 1:
         replica_group, stage_group = _replica_group(layout), mpu.get_tensor_and_context_parallel_group()
-    keep_groups(replica_group, _nested_context_groups(layout))
+    groups = current_groups()
+    groups.replica_group, groups.nested_context_groups = replica_group, _nested_context_groups(layout)
     # NCCL would move small messages between hosts through the GPUs.
     has_gloo = layout.replica_ranks == 1 or dist.get_backend() in ("gloo", "fake")
     return ProcessGrid(

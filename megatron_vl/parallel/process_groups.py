@@ -39,8 +39,10 @@ class _GroupCache:
         self.num_layouts = 0
         self.single_rank_group: Any = None
         self.replica_group: Any = None
+        """All ranks of this rank's data-parallel replica in the current layout."""
         self.nested_context_groups: list[Any] | None = None
-        """The groups that exchange heads and gather keys, if the current layout needs both."""
+        """This rank's groups that exchange heads and gather keys, in this order. None if the heads divide
+        among all context-parallel ranks of the current layout."""
 
     def begin_layout(self) -> None:
         """Waits until every rank begins this layout.
@@ -75,7 +77,8 @@ class _GroupCache:
 _group_cache: _GroupCache | None = None
 
 
-def _current_group_cache() -> _GroupCache:
+def current_groups() -> _GroupCache:
+    """The groups of this process, among them those of the current layout's grid."""
     global _group_cache
     if _group_cache is None or _group_cache.world_group is not dist.group.WORLD:
         _group_cache = _GroupCache(dist.group.WORLD)
@@ -89,27 +92,7 @@ def cached_group(
 
     Collective over all ranks.
     """
-    return _current_group_cache().get_group(member_ranks, backend, purpose, timeout=timeout)
-
-
-def keep_groups(replica_group: Any, nested_context_groups: list[Any] | None) -> None:
-    """Makes these groups the ones that the functions below return until the next layout."""
-    group_cache = _current_group_cache()
-    group_cache.replica_group = replica_group
-    group_cache.nested_context_groups = nested_context_groups
-
-
-def replica_group() -> Any:
-    """The group of all ranks of this rank's data-parallel replica, which a grid has made."""
-    return _current_group_cache().replica_group
-
-
-def nested_context_groups() -> list[Any] | None:
-    """This rank's groups that exchange heads and gather keys, in this order, which a grid has made.
-
-    None if the heads divide among all context-parallel ranks.
-    """
-    return _current_group_cache().nested_context_groups
+    return current_groups().get_group(member_ranks, backend, purpose, timeout=timeout)
 
 
 @contextmanager
@@ -121,7 +104,7 @@ def cache_core_groups() -> Iterator[None]:
     """
     from megatron.core import parallel_state as mpu
 
-    group_cache, core_create_group = _current_group_cache(), mpu.create_group
+    group_cache, core_create_group = current_groups(), mpu.create_group
     group_cache.begin_layout()
 
     def get_cached_group(
@@ -189,7 +172,7 @@ def group_of_this_rank() -> Any:
     if context_group.size() == 1:
         return context_group
 
-    group_cache = _current_group_cache()
+    group_cache = current_groups()
     if group_cache.single_rank_group is None:
         group_cache.single_rank_group = dist.new_group(
             [dist.get_rank()], use_local_synchronization=True, group_desc="GROUP_OF_ONE"

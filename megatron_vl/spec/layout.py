@@ -40,7 +40,7 @@ class Layout:
     """Context parallel size. It cuts rows, and no tensors."""
     key_ranks: int = 1
     """Number of context-parallel ranks that gather each other's keys and values. It is more than 1 if ``cp``
-    exceeds what the heads divide into (:func:`exchange_ranks`)."""
+    does not divide the query heads of a tensor-parallel rank."""
 
     @property
     def replica_ranks(self) -> int:
@@ -83,10 +83,6 @@ class Layout:
             if tensor_info.layer_index < end_layer:
                 return chunk_index % self.pp
         raise LayoutError(f"layer {tensor_info.layer_index} is outside the layout {self.layers_per_chunk}")
-
-    def megatron_layout_string(self) -> str:
-        """The layout in Megatron-core's notation (``E`` embedding, ``t`` decoder layer, ``L`` loss)."""
-        return f"E{'|'.join('t' * layer_count for layer_count in self.layers_per_chunk)}L"
 
     def as_dict(self) -> dict[str, object]:
         """The layout as checkpoints store it. :func:`read_layout` reads it back."""
@@ -141,7 +137,8 @@ def make_layout(
         raise LayoutError(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {num_layers} decoder layers"
         )
-    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp, cp // exchange_ranks(spec, tp, cp))
+    head_ranks = math.gcd(cp, heads_per_tensor_rank(spec, tp)[0])
+    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp, cp // head_ranks)
 
 
 def configured_layout(config: TrainConfig, spec: ModelSpec, layers: Sequence[int] | None) -> Layout:
@@ -180,11 +177,6 @@ def attention_heads(spec: ModelSpec, layout: Layout) -> tuple[int, int]:
 def heads_per_tensor_rank(spec: ModelSpec, tp: int) -> tuple[int, int]:
     """The query heads and the key/value heads of a tensor-parallel rank, which has at least one of each."""
     return spec.language.num_heads // tp, max(1, spec.language.num_kv_heads // tp)
-
-
-def exchange_ranks(spec: ModelSpec, tp: int, cp: int) -> int:
-    """The largest divisor of ``cp`` that divides the query heads of a tensor-parallel rank."""
-    return math.gcd(cp, heads_per_tensor_rank(spec, tp)[0])
 
 
 def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.spec.families import LanguageSpec, ModelSpec
 from megatron_vl.system.errors import UserError
 
 ParallelStyle = Literal["replicated", "column", "row", "gated", "sections"]
@@ -125,7 +125,7 @@ def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
 
 def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
     vision_spec, hidden_size = spec.vision, spec.vision.hidden_size
-    merged_width = vision_spec.merge_unit * hidden_size
+    merged_width, ffn_width = vision_spec.merge_unit * hidden_size, vision_spec.padded_ffn_hidden_size
     tensor_infos: list[TensorInfo] = []
 
     def add_tensor(name: str, shape: tuple[int, ...], style: ParallelStyle = "replicated") -> None:
@@ -150,27 +150,20 @@ def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
         add_tensor("patch_embed.proj.bias", (hidden_size,))
     if vision_spec.position_table_side:
         add_tensor("position_table.weight", (vision_spec.position_table_side**2, hidden_size))
+    fc1_width = (2 if vision_spec.gated_mlp else 1) * ffn_width
+    fc1_style: ParallelStyle = "gated" if vision_spec.gated_mlp else "column"
     for layer_index in range(vision_spec.num_layers):
-        _add_vision_layer(vision_spec, f"decoder.layers.{layer_index}.", add_norm, add_linear)
+        prefix = f"decoder.layers.{layer_index}."
+        add_norm(f"{prefix}self_attention.linear_qkv.layer_norm_", hidden_size)
+        add_linear(f"{prefix}self_attention.linear_qkv", 3 * hidden_size, hidden_size, "column")
+        add_linear(f"{prefix}self_attention.linear_proj", hidden_size, hidden_size, "row")
+        add_norm(f"{prefix}mlp.linear_fc1.layer_norm_", hidden_size)
+        add_linear(f"{prefix}mlp.linear_fc1", fc1_width, hidden_size, fc1_style)
+        add_linear(f"{prefix}mlp.linear_fc2", hidden_size, ffn_width, "row")
     add_merger("merger", hidden_size)
     for merger_index in range(len(vision_spec.deepstack_layers)):
         add_merger(f"deepstack_mergers.{merger_index}", merged_width)
     return tensor_infos
-
-
-def _add_vision_layer(
-    vision_spec: VisionSpec, prefix: str, add_norm: Callable[..., None], add_linear: Callable[..., None]
-) -> None:
-    hidden_size, ffn_hidden_size = vision_spec.hidden_size, vision_spec.padded_ffn_hidden_size
-    add_norm(f"{prefix}self_attention.linear_qkv.layer_norm_", hidden_size)
-    add_linear(f"{prefix}self_attention.linear_qkv", 3 * hidden_size, hidden_size, "column")
-    add_linear(f"{prefix}self_attention.linear_proj", hidden_size, hidden_size, "row")
-    add_norm(f"{prefix}mlp.linear_fc1.layer_norm_", hidden_size)
-    if vision_spec.gated_mlp:
-        add_linear(f"{prefix}mlp.linear_fc1", 2 * ffn_hidden_size, hidden_size, "gated")
-    else:
-        add_linear(f"{prefix}mlp.linear_fc1", ffn_hidden_size, hidden_size, "column")
-    add_linear(f"{prefix}mlp.linear_fc2", hidden_size, ffn_hidden_size, "row")
 
 
 def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:

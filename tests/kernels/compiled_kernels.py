@@ -23,8 +23,7 @@ from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime.jit import JITFunction, mangle_type
 
 from megatron_vl.kernels.attention import tower_attention, window_attention
 from megatron_vl.kernels.experts import grouped_gemm
@@ -34,22 +33,7 @@ from megatron_vl.kernels.where_kernels_run import LARGE_SHARED_MEMORY
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Bytes that a block of these compute capabilities may have (CUDA C++ Programming Guide, technical
 specifications)."""
-TYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 COMPILER_OPTIONS = ("num_warps", "num_stages")
-
-
-def type_of(value: Any) -> str:
-    """The type of an argument, as Triton's compiler writes it."""
-    match value:
-        case Tensor():
-            return "*" + TYPE_NAMES[value.dtype]
-        case TensorDescriptor():
-            return f"tensordesc<{TYPE_NAMES[value.base.dtype]}{list(value.block_shape)}>"
-        case int():
-            return "i32"
-        case float():
-            return "fp32"
-    raise TypeError(type(value))
 
 
 def compile_launch(kernel: JITFunction, arguments: tuple, named: dict[str, Any], capability: int) -> Any:
@@ -62,7 +46,7 @@ def compile_launch(kernel: JITFunction, arguments: tuple, named: dict[str, Any],
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[index,] = "constexpr", value
             continue
-        signature[parameter.name] = type_of(value)
+        signature[parameter.name] = mangle_type(value)
         if isinstance(value, Tensor):
             attributes[index,] = [["tt.divisibility", 16]]
 
@@ -123,9 +107,9 @@ def main() -> None:
     if sys.argv[1:]:
         json.dump({name: launch.metadata.shared for name, launch in launches.items()}, sys.stdout)
         return
-    with_products = {name: launch.asm["ptx"] for name, launch in launches.items()}
-    with_products = {name: ptx for name, ptx in with_products.items() if "wgmma" in ptx}
-    json.dump({name: warnings_of_ptxas(ptx) for name, ptx in with_products.items()}, sys.stdout)
+    texts = {name: launch.asm["ptx"] for name, launch in launches.items()}
+    with_products = {name: warnings_of_ptxas(ptx) for name, ptx in texts.items() if "wgmma" in ptx}
+    json.dump(with_products, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -1,78 +1,76 @@
-"""The packed delta rule equals that of ``transformers``, sequence by sequence."""
+"""The packed delta rule equals that of ``transformers``, sequence by sequence, and its Triton kernels equal
+torch in float64, gradients included."""
+
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    torch_chunk_gated_delta_rule,
-)
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from megatron_vl.kernels.linear_attention.gated_delta_rule import (
-    gated_delta_rule,
-    make_segment_ids,
-)
-from tests.kernels.relative import RATES
+from megatron_vl.kernels.linear_attention.gated_delta_rule import gated_delta_rule
+from tests.kernels.delta_rule_checks import NAMES, RATES, errors, relative, rule_inputs, run, segments_of
+from tests.support.ranks import call
 
 LENGTHS = [1, 63, 64, 65, 3, 200, 2, 130]
+BOUNDS = list(pairwise(accumulate(LENGTHS, initial=0)))
 
 
-def inputs(kind: torch.dtype, decays: str, key_heads: int = 2, value_heads: int = 6) -> list[Tensor]:
-    """query, key, value, g, beta of a packed row."""
-    generator = torch.Generator().manual_seed(0)
-    length = sum(LENGTHS)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(length, *shape, generator=generator, dtype=kind)
-
-    rates = torch.linspace(*RATES[decays], value_heads, dtype=kind)
-    g = -rates * F.softplus(draw(value_heads) + 1)
-    given = [draw(key_heads, 16), draw(key_heads, 16), draw(value_heads, 12), g, draw(value_heads).sigmoid()]
-    return [t.requires_grad_() for t in given]
+def inputs(rates: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    return rule_inputs(LENGTHS, (2, 6), (16, 12), rates)
 
 
-def bounds() -> list[tuple[int, int]]:
-    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
-    return list(zip([0, *ends], ends, strict=False))
+def packed(*given: Tensor) -> Tensor:
+    return gated_delta_rule(*given, segments_of(LENGTHS))
 
 
-def numbers() -> Tensor:
-    return make_segment_ids(torch.tensor([0, *(end for _, end in bounds())], dtype=torch.int32), sum(LENGTHS))
-
-
-def alone(rule, given: list[Tensor]) -> Tensor:
-    """The outputs of ``rule`` for each sequence by itself."""
-    repeats = given[2].shape[1] // given[0].shape[1]
-    q, k = (t.repeat_interleave(repeats, dim=1) for t in given[:2])
+def alone(*given: Tensor) -> Tensor:
+    """The outputs of transformers' rule for each sequence by itself."""
+    q, k = (t.repeat_interleave(3, dim=1) for t in given[:2])
     options = {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": True}
-    parts = (tuple(t[None, start:end] for t in (q, k, *given[2:])) for start, end in bounds())
-    return torch.cat([rule(*part, **options)[0][0] for part in parts])
+    parts = ([t[None, start:end] for t in (q, k, *given[2:])] for start, end in BOUNDS)
+    return torch.cat([torch_chunk_gated_delta_rule(*part, **options)[0][0] for part in parts])
 
 
-@pytest.mark.parametrize("decays", RATES)
-def test_values_and_gradients_are_those_of_transformers(decays: str) -> None:
-    given = inputs(torch.float32, decays)
-    ours = gated_delta_rule(*given, numbers())
-    theirs = alone(torch_chunk_gated_delta_rule, given)
-    weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1))
-    grads = [torch.autograd.grad((out * weight).sum(), given) for out in (ours, theirs)]
-    names = ("o", "q", "k", "v", "g", "beta")
-    for name, a, b in zip(names, (ours, *grads[0]), (theirs, *grads[1]), strict=True):
-        assert (a - b).norm() <= (3e-5 if name == "g" else 3e-6) * b.norm(), name
+@pytest.mark.parametrize("rates", RATES)
+def test_values_and_gradients_are_those_of_transformers(rates: str) -> None:
+    given = inputs(rates)
+    for name, ours, theirs in zip(NAMES, run(packed, given), run(alone, given), strict=True):
+        assert relative(ours, theirs) <= (3e-5 if name == "dg" else 3e-6), name
 
 
 def test_sequence_changes_no_bit_of_the_others() -> None:
-    start, end = bounds()[4]
+    start, end = BOUNDS[4]
+    given = [t.detach() for t in inputs("slow")]
+    changed = [t.index_fill(0, torch.arange(start, end), 0.7) for t in given]
     results = []
-    for change in (False, True):
-        given = [t.detach().clone() for t in inputs(torch.float32, "slow")]
-        if change:
-            for tensor in given:
-                tensor[start:end] *= 0.7
-        for tensor in given:
-            tensor.requires_grad_()
-        out = gated_delta_rule(*given, numbers())
-        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), given)])
+    for tensors in (given, changed):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = packed(*leaves)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
     for before, after in zip(*results, strict=True):
         assert torch.equal(before[:start], after[:start]) and torch.equal(before[end:], after[end:])
         assert not torch.equal(before[start:end], after[start:end])
+
+
+@pytest.mark.parametrize(
+    ("which", "bound"),
+    [
+        pytest.param("quick", 3e-6, marks=pytest.mark.ranks),
+        pytest.param("full", 3e-6, marks=[pytest.mark.ranks, pytest.mark.full]),
+        pytest.param(
+            *("gpu", 1e-2),
+            marks=[
+                pytest.mark.ranks,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+            ],
+        ),
+    ],
+)
+def test_kernels_equal_torch(which: str, bound: float) -> None:
+    environment = {} if which == "gpu" else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for case, of_case in call(errors, which=which, environment=environment, timeout_s=1200).items():
+        for name, error in of_case.items():
+            # Differences of running decays are rounded where decays are fast.
+            assert error < (10 * bound if name == "dg" else bound), (case, name, error)

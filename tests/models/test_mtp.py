@@ -93,18 +93,13 @@ def test_head_gives_the_model_no_gradient(family: str, layout: dict[str, Any]) -
     assert not differences(plain, {name: each for name, each in beside.items() if name[:4] != "mtp."})
 
 
-def ahead(lengths: list[int], mask: list[float], part: slice) -> tuple[list[int], list[float]]:
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    labels = torch.arange(1, sum(lengths) + 1).int() * 10
-    return tuple(each.tolist() for each in WholeRow(labels, torch.tensor(mask), bounds, part).two_ahead)
-
-
 def test_targets_stay_within_their_sequence() -> None:
     """Ten times the number of a token is its label. The mask is that of the label."""
-    labels, mask = ahead([3, 1, 4], [1, 0.5, 0, 0, 1, 0, 2, 0], slice(None))
+    bounds, mask = torch.tensor([0, 3, 4, 8]).int(), torch.tensor([1, 0.5, 0, 0, 1, 0, 2, 0])
+    labels, weights = WholeRow(torch.arange(1, 9).int() * 10, mask, bounds).two_ahead
     # The first sequence ends at token 2, the second at 3: their last two tokens have no token two ahead.
-    assert labels == [20, 30, 40, 50, 60, 70, 80, 10]
-    assert mask == [0.5, 0, 0, 0, 0, 2, 0, 0]
+    assert labels.tolist() == [20, 30, 40, 50, 60, 70, 80, 10]
+    assert weights.tolist() == [0.5, 0, 0, 0, 0, 2, 0, 0]
 
 
 @in_ranks(3)

@@ -1,10 +1,11 @@
 """Compares the parts of Qwen3-VL with transformers' own functions, and checks its config."""
 
-import copy
 import json
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
 from megatron_vl.models.rotary_embedding import MultimodalRope
@@ -15,22 +16,12 @@ from megatron_vl.spec.positions import GridTHW, patch_positions
 
 @pytest.mark.parametrize("side", [6, 48])
 def test_position_table_is_interpolated_as_in_transformers(side: int) -> None:
-    grids = [
-        GridTHW(1, 2, 2),
-        GridTHW(1, 48, 48),
-        GridTHW(2, 6, 10, "video"),
-        GridTHW(1, 2, 100),
-        GridTHW(1, 64, 4),
-    ]
+    grids = [GridTHW(*sides) for sides in ((1, 2, 2), (1, 48, 48), (2, 6, 10), (1, 2, 100), (1, 64, 4))]
     table = PositionTable(side, 5, torch.float32)
     torch.nn.init.normal_(table.weight)
-    index, weight = get_vision_interpolation_indices_and_weights(
-        torch.tensor([[g.t, g.h, g.w] for g in grids]),
-        side,
-        mode="bilinear",
-        align_corners=True,
-        spatial_merge_size=2,
-    )
+    thw = torch.tensor([[g.t, g.h, g.w] for g in grids])
+    options = {"mode": "bilinear", "align_corners": True, "spatial_merge_size": 2}
+    index, weight = get_vision_interpolation_indices_and_weights(thw, side, **options)
 
     want = (table.weight[index] * weight[:, :, None]).sum(1)
     place = torch.cat([patch_positions(grid, 2) for grid in grids]).int()
@@ -45,9 +36,6 @@ def test_position_table_is_interpolated_as_in_transformers(side: int) -> None:
 
 @pytest.mark.parametrize("section", [(6, 3, 3), (4, 4, 4), (2, 5, 5)])
 def test_frequencies_take_turns_as_in_transformers(tiny_checkpoint, section: tuple[int, int, int]) -> None:
-    from transformers import AutoConfig
-    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
-
     folder = tiny_checkpoint("qwen3_vl", interleaved_section=section)
     config = AutoConfig.from_pretrained(folder).text_config
     positions = torch.randint(0, 500, (3, 1, 40), generator=torch.Generator().manual_seed(0))
@@ -66,20 +54,16 @@ def test_fewer_layers_keep_the_deepstack_layers_that_fit(tiny_checkpoint) -> Non
 @pytest.mark.parametrize(
     ("part", "change", "message"),
     [
-        ("vision_config", {"deepstack_visual_indexes": [1, 4]}, "must ascend and be below 4"),
-        ("vision_config", {"num_position_embeddings": 35}, "not the square"),
-        ("vision_config", {"hidden_act": "tanh"}, "vision hidden_act 'tanh' is not supported"),
-        (
-            "text_config",
-            {"num_hidden_layers": 2},
-            "3 DeepStack layers need as many decoder layers; there are 2",
-        ),
-        ("text_config", {"attention_bias": True}, "attention_bias=true"),
-        ("text_config", {"head_dim": 16}, "add up to head_dim/2 = 8"),
+        ("vision", {"deepstack_visual_indexes": [1, 4]}, "must ascend and be below 4"),
+        ("vision", {"num_position_embeddings": 35}, "not the square"),
+        ("vision", {"hidden_act": "tanh"}, "vision hidden_act 'tanh' is not supported"),
+        ("text", {"num_hidden_layers": 2}, "3 DeepStack layers need as many decoder layers; there are 2"),
+        ("text", {"attention_bias": True}, "attention_bias=true"),
+        ("text", {"head_dim": 16}, "add up to head_dim/2 = 8"),
     ],
 )
 def test_impossible_fields_are_refused(tiny_checkpoint, part: str, change: dict, message: str) -> None:
-    config = copy.deepcopy(json.loads((tiny_checkpoint("qwen3_vl") / "config.json").read_text()))
-    config[part] |= change
+    config = json.loads((tiny_checkpoint("qwen3_vl") / "config.json").read_text())
+    config[f"{part}_config"] |= change
     with pytest.raises(ConfigError, match=message):
         read_spec(config)

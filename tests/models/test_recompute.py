@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,17 +21,11 @@ def _inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 def test_released_tensor_and_its_flat_views_are_computed_again() -> None:
     x, weight, _ = _inputs()
-    y = x.exp()
-    recomputations = []
-
-    def forward(given: Tensor) -> Tensor:
-        recomputations.append(1)
-        return given.exp()
-
+    y, forward = x.exp(), Mock(wraps=torch.exp)
     with recompute_in_backward(y, forward, x.detach()):
         out = y @ weight + (y.view(SIDE, 1, SIDE) @ weight)[:, 0]
     out.sum().backward()
-    assert len(recomputations) == 2
+    assert forward.call_count == 2
     assert torch.allclose(weight.grad, 2 * x.detach().exp().sum(0)[:, None].expand(SIDE, SIDE))
 
 
@@ -51,11 +46,9 @@ def test_tensor_that_gets_the_memory_is_kept() -> None:
     for _ in range(20):
         x, weight, other = _inputs()
         y = x.detach().exp()
-        context = recompute_in_backward(y, torch.exp, x.detach())
-        with context:
+        with recompute_in_backward(y, torch.exp, x.detach()):
             del y
-            saved = other.clone()
-            out = saved @ weight
+            out = other.clone() @ weight
         out.sum().backward()
         assert torch.allclose(weight.grad, other.sum(0)[:, None].expand(SIDE, SIDE))
 

@@ -1,8 +1,10 @@
 """Our DDP gathers parameters when Megatron-core's does."""
 
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -16,19 +18,40 @@ class Several(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for number in range(6):
-            weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=number != 3)
-            self.register_parameter(f"weight{number}", weight)
+        for n in range(6):
+            self.register_parameter(f"weight{n}", torch.nn.Parameter(torch.ones(4, 4), requires_grad=n != 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum(x @ weight for weight in self.parameters())
 
 
+def gathers_of(ddp: Any) -> list[tuple[str, int]]:
+    """The order in which gathers start, and how many are pending as each module runs."""
+    events: list[tuple[str, int]] = []
+
+    def start(number: int, start_gather: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append(("start", number))
+        return start_gather(*args, **kwargs)
+
+    def run(*_: Any) -> None:
+        pending = sum(group.param_gather_handle is not None for group in ddp.bucket_groups)
+        events.append(("run", pending))
+
+    for number, group in enumerate(ddp.bucket_groups):
+        group.start_param_sync = partial(start, number, group.start_param_sync)
+    for module in ddp.module:
+        module.register_forward_pre_hook(run)
+    for _ in range(2):
+        for group in ddp.bucket_groups:
+            group.param_gather_dispatched = False
+        for _ in range(2):
+            ddp(torch.ones(2, 4))
+    return events
+
+
 @in_ranks()
 def test_modules_wait_for_their_parameters_as_in_core() -> None:
     """The same gathers start in the same order, and as many are under way when each module runs."""
-    from megatron.core import parallel_state as mpu
-
     join()
     mpu.initialize_model_parallel()
     core = TransformerConfig(
@@ -43,25 +66,3 @@ def test_modules_wait_for_their_parameters_as_in_core() -> None:
         events.append(gathers_of(ddp))
     assert events[0] == events[1] and len(ddp.bucket_groups) > 3
     assert sum(event[0] == "start" for event in events[1]) == 2 * len(ddp.bucket_groups)
-
-
-def gathers_of(ddp: Any) -> list[tuple[str, int]]:
-    """The order in which gathers start, and how many are pending as each module runs."""
-    events: list[tuple[str, int]] = []
-    for number, group in enumerate(ddp.bucket_groups):
-
-        def start(*args: Any, number=number, original=group.start_param_sync, **kwargs: Any) -> Any:
-            events.append(("start", number))
-            return original(*args, **kwargs)
-
-        group.start_param_sync = start
-    for module in ddp.module:
-        pending = lambda *_: sum(group.param_gather_handle is not None for group in ddp.bucket_groups)  # noqa: E731
-        module.register_forward_pre_hook(lambda *_, pending=pending: events.append(("run", pending())))
-
-    for _ in range(2):
-        for group in ddp.bucket_groups:
-            group.param_gather_dispatched = False
-        for _ in range(2):
-            ddp(torch.ones(2, 4))
-    return events

@@ -30,17 +30,9 @@ from megatron_vl.system.progress import (
 )
 
 
-def sign(
-    rank: int,
-    phase: str,
-    step: int = 7,
-    *,
-    age: float = 0.0,
-    background: str = "",
-    syncing: str = "",
-    done: int = 3,
-) -> Heartbeat:
-    where = RankProgress(f"tp {rank}, pp 0, dp 0", step, phase, background, syncing, done, progress_count=1)
+def sign(rank: int, phase: str = FORWARD_BACKWARD, *, age: float = 0.0, **fields: Any) -> Heartbeat:
+    fields = {"step": 7, "steps_done": 3, "progress_count": 1} | fields
+    where = RankProgress(f"tp {rank}, pp 0, dp 0", phase=phase, **fields)
     process = RankProcess("elsewhere", 1000 + rank, "another machine", 0.0)
     return Heartbeat(rank, process, where, received_at=time.monotonic() - age)
 
@@ -57,7 +49,7 @@ def signs(*given: Heartbeat) -> dict[int, Heartbeat]:
         # One is a whole step less far.
         ((LOADING_ROWS, SAVING_CHECKPOINT, LOADING_ROWS, LOADING_ROWS), {"step": 6}, 1),
         # All wait for a checkpoint, of which rank 3 still writes its part.
-        ((SAVING_CHECKPOINT,) * 4, {"background": WRITING_CHECKPOINT}, 3),
+        ((SAVING_CHECKPOINT,) * 4, {"background_task": WRITING_CHECKPOINT}, 3),
         # A rank that says nothing is at fault, however far it was.
         ((LOADING_ROWS, FORWARD_BACKWARD, LOADING_ROWS, LOADING_ROWS), {"age": 300}, 1),
     ],
@@ -72,9 +64,7 @@ def test_rank_that_the_others_wait_for_is_named(phases: Sequence[str], fields, r
 
 
 def test_lost_node_is_one_message() -> None:
-    diagnosis = diagnose_dead_ranks(
-        [8, 12, 9, *range(13, 24)], signs(*(sign(rank, FORWARD_BACKWARD) for rank in range(24)))
-    )
+    diagnosis = diagnose_dead_ranks([8, 12, 9, *range(13, 24)], signs(*map(sign, range(24))))
     assert diagnosis.rank == 8 and len(diagnosis.silent) == 14 == len(diagnosis.processes)
     assert "; the same holds for rank 9, 12, 13, 14, 15, 16, 17, 18 and 5 more" in diagnosis.message
 
@@ -89,7 +79,7 @@ class Time:
 
 def test_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = Time(monkeypatch)
-    clock, given = ProgressClock(60), [sign(rank, FORWARD_BACKWARD) for rank in range(3)]
+    clock, given = ProgressClock(60), [sign(rank) for rank in range(3)]
 
     def after(seconds: float) -> float:
         moved.now += seconds
@@ -104,13 +94,11 @@ def test_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyPatch
 
 
 def test_limit_is_longer_before_the_first_step_and_zero_is_none() -> None:
-    warm, cold = [[sign(rank, FORWARD_BACKWARD, done=done) for rank in range(2)] for done in (1, 0)]
+    warm, cold = [[sign(rank, steps_done=done) for rank in range(2)] for done in (1, 0)]
     clock = ProgressClock(600)
     assert clock.has_timed_out(601, warm) and not clock.has_timed_out(599, warm)
     stopped_at_once = [warm[0], cold[1]]
-    assert clock.has_timed_out(601, stopped_at_once), (
-        "it did the first step with the others, and could not say so"
-    )
+    assert clock.has_timed_out(601, stopped_at_once), "it did the first step too, and could not say so"
     assert clock.has_timed_out(1801, cold) and not clock.has_timed_out(1799, cold)
     assert not ProgressClock(20).has_timed_out(299, cold), "compiling takes its minutes"
     assert not ProgressClock(0).has_timed_out(1e9, warm)
@@ -119,12 +107,12 @@ def test_limit_is_longer_before_the_first_step_and_zero_is_none() -> None:
 def test_disk_has_longer_to_sync_a_file_that_training_waits_for() -> None:
     waiting = [
         sign(0, SAVING_CHECKPOINT),
-        sign(1, SAVING_CHECKPOINT, background=WRITING_CHECKPOINT),
-        sign(2, SAVING_CHECKPOINT, syncing="/a/b.part"),
+        sign(1, SAVING_CHECKPOINT, background_task=WRITING_CHECKPOINT),
+        sign(2, SAVING_CHECKPOINT, syncing_file="/a/b.part"),
     ]
     clock = ProgressClock(600)
     assert not clock.has_timed_out(1799, waiting) and clock.has_timed_out(1801, waiting)
-    trained_meanwhile = [sign(0, FORWARD_BACKWARD), sign(2, FORWARD_BACKWARD, syncing="/a/b.part")]
+    trained_meanwhile = [sign(0), sign(2, FORWARD_BACKWARD, syncing_file="/a/b.part")]
     assert clock.has_timed_out(601, trained_meanwhile), "the sync does not keep them"
 
     diagnosis = diagnose_hang(signs(*waiting), 1801, 8, 600)
@@ -168,7 +156,7 @@ def test_first_rank_that_says_nothing_is_named_by_the_others(monkeypatch: pytest
     monitor.rank, monitor.rank_process, monitor.token = 1, own_process(), "secret"
     monitor.timeout_s, monitor.interval_s, monitor.silence_limit_s = 20, 1.0, 8
     monitor.end_event, monitor.diagnosis_ready = threading.Event(), threading.Event()
-    monitor.heartbeats, monitor.on_diagnosis = signs(sign(0, FORWARD_BACKWARD)), found.append
+    monitor.heartbeats, monitor.on_diagnosis = signs(sign(0)), found.append
 
     def receive(seconds: float) -> None:
         moved.now += seconds

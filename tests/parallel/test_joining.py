@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -63,11 +64,12 @@ def start_node(limit_s: float, *words: object) -> Forked:
     return Forked(run)
 
 
-def start_node_at(endpoint: str, limit_s: float) -> Forked:
-    return start_node(limit_s, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *TRAIN)
+def start_elastic_node(port: int, limit_s: float = 60) -> Forked:
+    return start_node(limit_s, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", *TRAIN)
 
 
 def start_static_node(node: int, port: int, *program: str) -> Forked:
+    program = program or TRAIN
     return start_node(60, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port, *program)
 
 
@@ -80,18 +82,38 @@ def ends_at_sigterm(forked: Forked) -> bool:
     return forked.wait() == 128 + signal.SIGTERM
 
 
-def test_missing_rank_is_named_and_may_come_late() -> None:
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        ("rank", start_rank),
+        ("node", lambda node, port: start_static_node(node, port, "--no-python", "true")),
+    ],
+)
+def test_missing_one_is_named_and_may_come_late(kind: str, start: Callable) -> None:
     port = free_port()
-    first = start_rank(0, port)
-    there = f"NOTE: 1 of 2 ranks have come to 127.0.0.1:{port}; missing: rank 1. Start them"
+    first = start(0, port)
+    there = f"NOTE: 1 of 2 {kind}s have come to 127.0.0.1:{port}; missing: {kind} 1. Start"
     assert note_of(first).startswith(there)
-    assert start_rank(1, port).wait() == first.wait() == 0
+    assert start(1, port).wait() == first.wait() == 0
 
 
-def test_wait_for_a_rank_ends_at_a_signal() -> None:
-    stopped = start_rank(0, free_port(), world_size=12)
-    assert "missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more. Start" in note_of(stopped)
-    assert ends_at_sigterm(stopped)
+@pytest.mark.parametrize(
+    ("start", "note"),
+    [
+        (partial(start_rank, 0, world_size=12), "missing: rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more. Start"),
+        (partial(start_rank, 0, host=NO_NAME), f"does not reach {NO_NAME}:"),
+        (partial(start_rank, 1, host=NO_NAME), f"does not reach {NO_NAME}:"),
+        (start_elastic_node, "NOTE: not all 2 nodes have come to 127.0.0.1:{port}; start the others\n"),
+        (partial(start_static_node, 0), "missing: node 1. Start"),
+        (partial(start_static_node, 1), "NOTE: "),
+    ],
+    ids=["rank 0", "no name, rank 0", "no name, rank 1", "elastic node", "node 0", "node 1"],
+)
+def test_wait_for_others_says_so_and_ends_at_a_signal(start: Callable, note: str) -> None:
+    port = free_port()
+    alone = start(port)
+    assert note.format(port=port) in note_of(alone)
+    assert ends_at_sigterm(alone)
 
 
 RENDEZVOUS = f"--rdzv-backend c10d --rdzv-endpoint {NO_NAME}"
@@ -144,36 +166,7 @@ def test_server_that_is_asked_to_stop_tells_those_that_wait() -> None:
     assert waiting.wait() == 128 + signal.SIGTERM, waiting.stderr.read()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_wait_for_an_address_without_a_name_ends_at_a_signal(rank: int) -> None:
-    forked = start_rank(rank, free_port(), NO_NAME)
-    assert f"does not reach {NO_NAME}:" in note_of(forked)
-    assert ends_at_sigterm(forked)
-
-
-def test_node_that_waits_for_others_says_so_and_ends_at_a_signal() -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
-    alone = start_node_at(endpoint, 60)
-    assert note_of(alone) == f"NOTE: not all 2 nodes have come to {endpoint}; start the others\n"
-    assert ends_at_sigterm(alone)
-
-
 def test_node_that_waits_in_vain_fails_with_a_line() -> None:
-    alone = start_node_at(f"127.0.0.1:{free_port()}", 1)
+    alone = start_elastic_node(free_port(), limit_s=1)
     err = alone.stderr.read()
     assert alone.wait() == 1 and "not all 2 nodes came in time" in err and "Traceback" not in err
-
-
-def test_missing_node_with_a_given_rank_is_named_and_may_come_late() -> None:
-    port = free_port()
-    alone = start_static_node(0, port, "--no-python", "true")
-    start = f"NOTE: 1 of 2 nodes have come to 127.0.0.1:{port}; missing: node 1. Start"
-    assert note_of(alone).startswith(start)
-    assert start_static_node(1, port, "--no-python", "true").wait() == alone.wait() == 0
-
-
-@pytest.mark.parametrize("node", [0, 1])
-def test_wait_for_a_node_with_a_given_rank_ends_at_a_signal(node: int) -> None:
-    alone = start_static_node(node, free_port(), *TRAIN)
-    assert note_of(alone)
-    assert ends_at_sigterm(alone)

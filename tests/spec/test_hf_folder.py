@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template
 from tests.security.payload import edit
-from tests.spec.test_yarn import rope_config
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 from toolkit.common.hf_loading import check_hf_folder
@@ -39,10 +39,12 @@ def hf(tmp_path: Path) -> Path:
     return tmp_path / "hf"
 
 
-def in_section(section: str, name: str, value: Any) -> Callable[[Path], None]:
+def quantised(section: str, value: Any) -> Callable[[Path], None]:
+    """With that ``quantization_config`` in a section of the config, or at its top."""
+
     def change(hf: Path) -> None:
         config = json.loads((hf / "config.json").read_text())
-        (config[section] if section else config)[name] = value
+        (config[section] if section else config)["quantization_config"] = value
         (hf / "config.json").write_text(json.dumps(config))
 
     return change
@@ -72,40 +74,31 @@ def tensor(name: str, value: torch.Tensor) -> Callable[[Path], None]:
     return change
 
 
-def first_file_alone(hf: Path) -> None:
-    shutil.copy(min(hf.glob("*.safetensors")), hf / "model.safetensors")
-
-
 QUERY = "model.language_model.layers.0.self_attn.q_proj.weight"
 SCALE = torch.ones(1)
 TURNS = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello to you."}]
+SECOND_FILE = "model-00002-of-00002.safetensors"
 REFUSED = {
     # Peers write these names; the tensors beside them are plain here.
     **{
-        method: (in_section("", "quantization_config", {"quant_method": method}), rf"quantised \({method}\)")
+        method: (quantised("", {"quant_method": method}), rf"quantised \({method}\)")
         for method in ("gptq", "awq", "bitsandbytes", "mxfp4")
     },
     "a named pipe": (lambda hf: os.mkfifo(hf / "processor_config.json"), "json is a named pipe"),
-    "fp8 at the top": (in_section("", "quantization_config", FP8), r"field 'quantization_config'"),
-    "fp8 in the tower": (
-        in_section("vision_config", "quantization_config", FP8),
-        r"field 'vision_config.quantization_config'",
-    ),
-    "bitsandbytes in the text": (
-        in_section("text_config", "quantization_config", {"quant_method": "bitsandbytes"}),
-        r"quantised \(bitsandbytes\)",
-    ),
-    "MLX": (in_section("", "quantization", {"bits": 4}), r"field 'quantization'"),
-    "ModelOpt": (
-        file("hf_quant_config.json", "{}"),
-        "hf_quant_config.json says that the weights are quantised",
-    ),
+    "fp8 at the top": (quantised("", FP8), r"field 'quantization_config'"),
+    "fp8 in the tower": (quantised("vision_config", FP8), r"field 'vision_config.quantization_config'"),
+    "awq in the text": (quantised("text_config", {"quant_method": "awq"}), r"quantised \(awq\)"),
+    "MLX": (fields("config.json", quantization={"bits": 4}), r"field 'quantization'"),
+    "ModelOpt": (file("hf_quant_config.json", "{}"), "hf_quant_config.json says that the weights are quant"),
     "scales of fp8 blocks": (tensor(f"{QUERY}_scale_inv", SCALE), "tensor '.*q_proj.weight_scale_inv'"),
     "fp8 without scales": (
         tensor(QUERY, torch.zeros(64, 64).to(torch.float8_e4m3fn)),
         "tensor '.*q_proj.weight' has type F8_E4M3",
     ),
-    "a file beside an index": (first_file_alone, "both model.safetensors and model.safetensors.index.json"),
+    "a file beside an index": (
+        lambda hf: shutil.copy(min(hf.glob("*.safetensors")), hf / "model.safetensors"),
+        "both model.safetensors and model.safetensors.index.json",
+    ),
     "an adapter": (file("adapter_config.json", "{}"), "adapter_config.json"),
     "two templates": (
         file("chat_template.jinja", "{{ messages }}"),
@@ -120,12 +113,10 @@ REFUSED = {
         file("additional_chat_templates/tool_use.jinja", "{{ tools }}"),
         "tool_use.jinja holds several",
     ),
-    "pointer as config": (file("config.json", POINTER), "config.json is a Git LFS pointer"),
-    "pointer as tokenizer": (file("tokenizer.json", POINTER), "tokenizer.json is a Git LFS pointer"),
-    "pointer as weights": (
-        file("model-00002-of-00002.safetensors", POINTER),
-        "model-00002-of-00002.safetensors is a Git LFS pointer.*git lfs pull",
-    ),
+    **{
+        f"pointer as {name}": (file(name, POINTER), f"{name} is a Git LFS pointer.*git lfs pull")
+        for name in ("config.json", "tokenizer.json", SECOND_FILE)
+    },
     "a config that is cut": (file("config.json", '{"model_type": '), "config.json is not JSON"),
 }
 
@@ -151,35 +142,25 @@ def test_read_spec_opens_one_file_of_weights(hf: Path) -> None:
         read_spec(hf)
 
 
-def weights_of_other_formats(hf: Path) -> None:
-    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
-        save_file({"x.weight_scale": SCALE.to(torch.float8_e4m3fn)}, hf / name)
-
-
-def one_file(hf: Path) -> None:
+def one_file(hf: Path, has_index: bool = False) -> None:
     tensors = {k: v for path in hf.glob("*.safetensors") for k, v in load_file(path).items()}
     for path in [*hf.glob("*.safetensors"), hf / "model.safetensors.index.json"]:
         path.unlink()
     save_file(tensors, hf / "model.safetensors")
-
-
-def one_file_with_an_index(hf: Path) -> None:
-    one_file(hf)
-    weight_map = dict.fromkeys(load_file(hf / "model.safetensors"), "model.safetensors")
-    (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def template_in_both(hf: Path) -> None:
-    (hf / "chat_template.jinja").write_text(read_chat_template(hf) + "\n")
+    if has_index:
+        weight_map = dict.fromkeys(tensors, "model.safetensors")
+        (hf / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 ACCEPTED: dict[str, Callable[[Path], object]] = {
     "as written": lambda hf: None,
-    "no quantisation": in_section("", "quantization_config", None),
+    "no quantisation": quantised("", None),
     "one file": one_file,
-    "one file with an index": one_file_with_an_index,
-    "weights that are not read": weights_of_other_formats,
-    "one template twice": template_in_both,
+    "one file with an index": partial(one_file, has_index=True),
+    "weights that are not read": lambda hf: save_file(
+        {"x.weight_scale": SCALE.to(torch.float8_e4m3fn)}, hf / "consolidated.safetensors"
+    ),
+    "one template twice": lambda hf: (hf / "chat_template.jinja").write_text(read_chat_template(hf) + "\n"),
     # As in the released Qwen2.5-VL, whose tokenizer_config.json has a template for tools.
     "another template of the tokenizer": fields("tokenizer_config.json", chat_template="{{ tools }}"),
     "images that are pointers": file("figure.png", POINTER),
@@ -225,42 +206,3 @@ def test_commands_refuse_it(hf: Path, tmp_path: Path, capsys, command: str) -> N
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith(f"megatron-vl {COMMANDS[command][0]}: {hf}") and re.search(message, said)
     assert not paths["OUT"].exists()
-
-
-# --- Positions ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize(
-    "places",
-    [
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": {}},
-        {"rope_scaling": {"type": "longrope"}},
-    ],
-    ids=lambda places: " ".join(f"{name}:{value.get('type', '-')}" for name, value in places.items()),
-)
-def test_other_positions_are_refused_in_each_place(family: str, places: dict[str, dict]) -> None:
-    config, text, old = rope_config(family)
-    text |= {name: old | value for name, value in places.items()}
-    with pytest.raises(ConfigError, match=r"rope type '\w+' in .*rope_\w+\.(rope_)?type is not supported"):
-        read_spec(config)
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize(
-    "places",
-    [
-        {"rope_scaling": {"type": "mrope", "rope_type": "default"}},  # as transformers 4.4x saves it
-        {"rope_parameters": {"type": "default", "rope_type": "default"}},
-        {"rope_scaling": {"type": "mrope"}, "rope_parameters": {"rope_type": "default"}},
-        {"rope_scaling": None, "rope_parameters": {}},
-    ],
-)
-def test_usual_positions_are_read(family: str, places: dict[str, dict | None]) -> None:
-    config, text, old = rope_config(family)
-    expected = read_spec(tiny_checkpoint(family))
-    plain = {key: value for key, value in old.items() if key not in ("type", "rope_type")}
-    text |= {name: plain | value if value is not None else None for name, value in places.items()}
-    config["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": 10000.0}
-    assert read_spec(config) == expected

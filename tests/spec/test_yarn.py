@@ -1,5 +1,6 @@
-"""YaRN is read from every place of a config as transformers means it, and never left out."""
+"""YaRN is read from every place of a config as transformers means it, never left out; others are refused."""
 
+import importlib
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from megatron_vl.models.rotary_embedding import MultimodalRope, rotary_frequencies
 from megatron_vl.spec.families import ConfigError, read_spec
@@ -20,26 +22,34 @@ FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 """One of each form of a config; Qwen2-VL's is that of Qwen2.5-VL, and those with experts have no other."""
 
 
+def config_of(family: str) -> dict[str, Any]:
+    return json.loads((tiny_checkpoint(family) / "config.json").read_text())
+
+
+def without_type(rope_fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in rope_fields.items() if name not in ("type", "rope_type")}
+
+
 def rope_config(family: str) -> tuple[dict, dict, dict]:
     """A config, the section with its text fields, and its rope fields, which are taken out."""
-    config = json.loads((tiny_checkpoint(family) / "config.json").read_text())
+    config = config_of(family)
     text = config.get("text_config", config)
     return config, text, text.pop("rope_scaling", None) or text.pop("rope_parameters")
 
 
+def with_places(family: str, places: dict[str, dict | None]) -> dict[str, Any]:
+    """A config with other rope fields in some places, which add to those it had, but their type."""
+    config, text, old = rope_config(family)
+    text |= {name: value if value is None else without_type(old) | value for name, value in places.items()}
+    return config
+
+
 def transformers_rope(config: dict[str, Any]) -> Any:
     """The text model's rotary embedding in transformers, from a config as a folder has it."""
-    import importlib
-
-    from transformers import AutoConfig
-
     family = config["model_type"]
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     names = [name for name in vars(module) if name.endswith("RotaryEmbedding") and "Vision" not in name]
     return getattr(module, names[0])(AutoConfig.for_model(**config).get_text_config())
-
-
-# --- Numbers ------------------------------------------------------------------------------------------------
 
 
 def test_frequencies_by_hand() -> None:
@@ -78,8 +88,7 @@ def test_cosines_equal_those_of_transformers(name: str, fields: dict[str, Any]) 
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     text = config.get("text_config", config)
     place = next(place for place in ("rope_scaling", "rope_parameters") if text.get(place))
-    plain = {key: value for key, value in text[place].items() if key not in ("type", "rope_type")}
-    text[place] = plain | fields
+    text[place] = without_type(text[place]) | fields
 
     spec, reference = read_spec(config), transformers_rope(config)
     assert spec.language.yarn is not None
@@ -88,7 +97,8 @@ def test_cosines_equal_those_of_transformers(name: str, fields: dict[str, Any]) 
 
     merged = spec.vision.spatial_merge_size
     grid = GridTHW(120, 8 * merged, 12 * merged, kind="video", second_per_grid=60.0)
-    positions = video_positions(spec, grid)
+    runs = [[5, *[spec.video_token_id] * run.num_tokens(merged)] for run in placeholder_runs([grid], spec)]
+    positions = mrope_positions(torch.tensor(sum(runs, [])), [grid], spec)
     # Some position passes the original length, except where time stands still in a frame group.
     positions = positions + spec.language.yarn.original_length
     angles = MultimodalRope(spec.language)(positions)[:, 0, 0]
@@ -96,19 +106,6 @@ def test_cosines_equal_those_of_transformers(name: str, fields: dict[str, Any]) 
     factor = spec.language.yarn.attention_factor
     torch.testing.assert_close(angles.cos() * factor, cos[0], rtol=0, atol=1e-6)
     torch.testing.assert_close(angles.sin() * factor, sin[0], rtol=0, atol=1e-6)
-
-
-def video_positions(spec: Any, grid: GridTHW) -> torch.Tensor:
-    """Positions [3, S] of a video alone."""
-    placeholders = [
-        token
-        for run in placeholder_runs([grid], spec)
-        for token in (5, *[spec.video_token_id] * run.num_tokens(spec.vision.spatial_merge_size))
-    ]
-    return mrope_positions(torch.tensor(placeholders), [grid], spec)
-
-
-# --- Places -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -122,21 +119,18 @@ def video_positions(spec: Any, grid: GridTHW) -> torch.Tensor:
         {"rope_scaling": {"rope_type": "default"}, "rope_parameters": YARN},
         {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "type": "mrope"}},
         {"rope_scaling": YARN, "rope_parameters": YARN | {"type": "yarn"}},
-        {"top rope_scaling": YARN},
-        {"top rope_parameters": YARN},
+        {"top": {"rope_scaling": YARN}},
+        {"top": {"rope_parameters": YARN}},
     ],
     ids=lambda places: " ".join(f"{name}:{value.get('rope_type', '-')}" for name, value in places.items()),
 )
 def test_yarn_counts_in_every_place(family: str, places: dict[str, dict]) -> None:
     """Also where transformers would not read it; an export says it in the place that counts."""
-    config, text, old = rope_config(family)
-    plain = {key: value for key, value in old.items() if key not in ("type", "rope_type")}
-    if next(iter(places)).startswith("top"):
-        text["rope_parameters"] = old
-        config |= {name.removeprefix("top "): YARN for name in places if text is not config}
-        text |= {"rope_parameters": plain | YARN} if text is config else {}
-    else:
-        text |= {name: plain | value for name, value in places.items()}
+    config = with_places(family, {} if "top" in places else places)
+    if top := places.get("top"):
+        config, text, old = rope_config(family)
+        text["rope_parameters"] = old if text is not config else without_type(old) | YARN
+        config |= top if text is not config else {}
     spec = read_spec(config)
     assert spec.language.yarn == YarnSpec(4.0, 4096, 0.1 * math.log(4) + 1)
 
@@ -148,12 +142,21 @@ def test_yarn_counts_in_every_place(family: str, places: dict[str, dict]) -> Non
     assert serving_config(served, spec.language.rope_fields) is served
 
 
+OTHER_TYPE = r"rope type '\w+' in .*rope_\w+\.(rope_)?type is not supported"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("places", "message"),
     [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, OTHER_TYPE),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": {}}, OTHER_TYPE),
+        ({"rope_scaling": {"type": "longrope"}}, OTHER_TYPE),
         ({"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 2.0}}, "factor is"),
         ({"rope_scaling": YARN | {"beta_fast": 16}, "rope_parameters": YARN}, "beta_fast is"),
         ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 7.0}}, "rope_theta is"),
+        ({"rope_scaling": {}, "rope_parameters": {"mrope_section": [20, 22, 22]}}, "mrope_section is .* in "),
+        ({"rope_scaling": {}, "rope_parameters": {"mrope_interleaved": 0.5}}, "mrope_interleaved is .* in "),
         ({"rope_scaling": YARN | {"type": "mrope"}}, "make them equal, or remove type"),
         ({"rope_scaling": {"factor": 4.0}}, "set rope_type to yarn"),
         ({"rope_scaling": YARN | {"factor": None}}, "factor None of YaRN must be a number"),
@@ -164,12 +167,27 @@ def test_yarn_counts_in_every_place(family: str, places: dict[str, dict]) -> Non
         ({"rope_scaling": YARN | {"attn_factor": 1.3}}, "means an attention_factor of 1.48"),
     ],
 )
-def test_contradictions_are_refused(places: dict[str, dict], message: str) -> None:
-    config, text, old = rope_config(FAMILIES[len(message) % 3])
-    plain = {key: value for key, value in old.items() if key not in ("type", "rope_type")}
-    text |= {name: plain | value for name, value in places.items()}
+def test_contradictions_and_other_types_are_refused(
+    family: str, places: dict[str, dict], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_spec(config)
+        read_spec(with_places(family, places))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"rope_scaling": {"type": "mrope", "rope_type": "default"}},  # as transformers 4.4x saves it
+        {"rope_parameters": {"type": "default", "rope_type": "default"}},
+        {"rope_scaling": {"type": "mrope"}, "rope_parameters": {"rope_type": "default"}},
+        {"rope_scaling": None, "rope_parameters": {}},
+    ],
+)
+def test_usual_positions_are_read(family: str, places: dict[str, dict | None]) -> None:
+    config = with_places(family, places)
+    config["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": 10000.0}
+    assert read_spec(config) == read_spec(tiny_checkpoint(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,11 +204,8 @@ def test_original_length_stands_in_one_of_two_places(family: str) -> None:
         read_spec(config)
 
 
-# --- model.rope_scaling -------------------------------------------------------------------------------------
-
-
 def test_rope_scaling_of_a_run_replaces_that_of_the_config() -> None:
-    config = json.loads((tiny_checkpoint("qwen3_5") / "config.json").read_text())
+    config = config_of("qwen3_5")
     with_yarn = read_spec(config, YARN)
     assert with_yarn.language.yarn == YarnSpec(4.0, 4096, 0.1 * math.log(4) + 1)
     assert with_yarn.different_fields(read_spec(config)) == []
@@ -220,7 +235,7 @@ def test_wrong_rope_scaling_is_refused_by_its_name(rope_scaling: dict[str, Any],
 
 def test_serving_config_speaks_to_vllm_too() -> None:
     """vLLM multiplies 0.1 ln(factor) + 1 by attn_factor, and knows no attention_factor."""
-    config = json.loads((tiny_checkpoint("qwen3_vl") / "config.json").read_text())
+    config = config_of("qwen3_vl")
     spec = read_spec(config, YARN | {"attention_factor": 1.5})
     served = serving_config(config, spec.language.rope_fields)["text_config"]["rope_scaling"]
     assert served["attention_factor"] == 1.5

@@ -161,10 +161,8 @@ def moe_layer(platform: Platform, column_linear: Any, row_linear: Any) -> Any:
 
 
 def iterate_routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, CountingRouter):
-                yield module
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return (module for module in modules if isinstance(module, CountingRouter))
 
 
 def notify_ddp_directly(ddp: ReplicaDDP) -> None:

@@ -19,10 +19,10 @@ from megatron_vl.spec.families.base import (
     ModelSpec,
     VisionSpec,
     assemble_model_spec,
-    read_language_spec,
     read_rope_fields,
     require_field,
 )
+from megatron_vl.spec.families.qwen3_vl import read_text_spec as read_qwen3_vl_text
 from megatron_vl.spec.families.qwen3_vl import read_vision_spec as read_qwen3_vl_vision
 
 LINEAR_LAYER_TYPE = "linear_attention"
@@ -67,27 +67,19 @@ def read_text_spec(config: dict[str, Any], *, has_dense_layers: bool = True) -> 
         ConfigError: a field is missing, or its value is not supported.
     """
     text_fields = require_field(config, "text_config", "config.json")
-    if text_fields.get("attention_bias"):
-        raise ConfigError("config.json: attention_bias=true is not supported; set it to false")
     if not text_fields.get("attn_output_gate", True):
         raise ConfigError("config.json: attn_output_gate=false is not supported; set it to true")
 
     text_fraction = text_fields.get("partial_rotary_factor", 0.25)
-    language_spec = read_language_spec(
+    language_spec = read_qwen3_vl_text(
         config,
-        norm_eps=1e-6,
-        rope_theta=1e4,
         head_dim=256,
-        # transformers reads only the top level of the file and ignores this field of the text config.
-        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        rope_theta=1e4,
         rotary_fraction=float(read_rope_fields(config).get("partial_rotary_factor", text_fraction)),
         has_dense_layers=has_dense_layers,
     )
     return dataclasses.replace(
         language_spec,
-        qkv_bias=False,
-        qk_norm=True,
-        mrope_interleaved=True,  # transformers has only this order, whatever the config says
         output_gate=True,
         zero_centered_norms=True,
         linear_attention=read_linear_attention(text_fields, language_spec.num_layers),

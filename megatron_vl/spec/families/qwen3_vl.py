@@ -64,11 +64,14 @@ def read_vision_spec(config: dict[str, Any]) -> VisionSpec:
     )
 
 
-def read_text_spec(config: dict[str, Any], head_dim: int | None = 128) -> LanguageSpec:
+def read_text_spec(
+    config: dict[str, Any], *, head_dim: int | None = 128, rope_theta: float = 5e5, **family_fields: Any
+) -> LanguageSpec:
     """Reads the language model's fields.
 
     Args:
-        head_dim: as in :func:`~megatron_vl.spec.families.base.read_language_spec`.
+        head_dim, rope_theta, family_fields: as in
+            :func:`~megatron_vl.spec.families.base.read_language_spec`.
 
     Raises:
         ConfigError: a field is missing, or its value is not supported.
@@ -79,9 +82,10 @@ def read_text_spec(config: dict[str, Any], head_dim: int | None = 128) -> Langua
     language_spec = read_language_spec(
         config,
         norm_eps=1e-6,
-        rope_theta=5e5,
+        rope_theta=rope_theta,
         head_dim=head_dim,
         tied_embeddings=bool(config.get("tie_word_embeddings")),
+        **family_fields,
     )
     # transformers has only the interleaved order, whatever the config says.
     return dataclasses.replace(language_spec, qkv_bias=False, qk_norm=True, mrope_interleaved=True)

@@ -1,13 +1,12 @@
 """Compares dispatch to experts and back with computing every expert where its tokens are; prints the largest
-errors as JSON.
+error and fails if that is too large.
 
 It runs on four CPU ranks with TRITON_INTERPRET=1, as one group and each alone, with our kernels and with
-torch. With --gpu it runs in bf16 on all GPUs (``torchrun --standalone --nproc-per-node N -m
+torch. With --gpu it runs in bf16 on 1, 2, 4 or 8 GPUs (``torchrun --standalone --nproc-per-node N -m
 tests.models.moe.dispatch_checks --gpu``). An expert here is tanh of its own scale times the row, so that only
 the exchange matters.
 """
 
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -30,14 +29,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron_vl.kernels.experts.token_copies import scatter_rows  # noqa: E402
 from megatron_vl.models.moe.dispatch import ExpertRows, OncePerRankDispatcher, PaddingDispatcher  # noqa: E402
 from megatron_vl.parallel.process_grid import init_distributed  # noqa: E402
-from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
+from tests.kernels.triton_checks import fix_interpreter, largest  # noqa: E402
 
 GPU = PLATFORM.name == "cuda"
 HIDDEN, EXPERTS, TOP_K = (2048, 32, 8) if GPU else (40, 8, 3)
-TOKENS = {"uneven": [5, 4, 6, 1], "a rank without tokens": [3, 0, 5, 2]}
-"""Tokens of each rank."""
+BOUND = 2e-2 if GPU else 1e-6
+ALONE, TOGETHER = [5, 4, 6, 1], [3, 0, 5, 2]
+"""Tokens of each rank: where none is without tokens, and where one is."""
 if GPU:
-    TOKENS = {name: [20 * tokens for tokens in each] * 2 for name, each in TOKENS.items()}
+    ALONE, TOGETHER = ([20 * tokens for tokens in each] * 2 for each in (ALONE, TOGETHER))
 ROUTINGS = (
     "random",
     "one rank's experts",
@@ -83,9 +83,7 @@ def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
     """Output and gradients of one rank's tokens and probabilities, and its share of the gradient
     of all scales."""
     x, probs, chosen, dy = tokens_of(rank, tokens, routing)
-    x = x.float().requires_grad_()
-    probs = probs.requires_grad_()
-    scale = scales().requires_grad_()
+    x, probs, scale = (tensor.float().requires_grad_() for tensor in (x, probs, scales()))
     weights = torch.where(chosen, probs, 0)
     out = (torch.tanh(x[:, None] * scale) * weights[..., None]).sum(1)
     dx, dprobs, dscale = torch.autograd.grad(out, [x, probs, scale], dy.float())
@@ -134,63 +132,52 @@ def through(
     return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outs)))[:, 0]
 
 
+def place_of(dispatcher: MoETokenDispatcher) -> tuple[int, list[int], slice]:
+    """This rank, the ranks of its group, and its experts."""
+    first = dispatcher.num_local_experts * dispatcher.ep_group.rank()
+    own = slice(first, first + dispatcher.num_local_experts)
+    return dist.get_rank(), dist.get_process_group_ranks(dispatcher.ep_group), own
+
+
 def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
     """Largest relative error of the output and all gradients; also checks that as few rows
     as possible travel."""
-    group = dispatcher.ep_group
-    rank = dist.get_rank()
-    device = PLATFORM.device
-    members = dist.get_process_group_ranks(group)
-    local = dispatcher.num_local_experts
-    x, probs, chosen, dy = (t.to(device) for t in tokens_of(rank, tokens[rank], routing))
-    first = local * group.rank()
-    scale = scales()[first : first + local].to(device).requires_grad_()
-    x = x.requires_grad_()
-    probs = probs.requires_grad_()
+    rank, members, own = place_of(dispatcher)
+    x, probs, chosen, dy = (t.to(PLATFORM.device) for t in tokens_of(rank, tokens[rank], routing))
+    inputs = [x, probs, scales()[own].to(PLATFORM.device)]
+    x, probs, scale = (tensor.requires_grad_() for tensor in inputs)
 
     with exchanged_rows() as rows:
         out = through(dispatcher, x, probs, chosen, scale)
-    pairs = int(chosen.view(-1, len(members), local).any(-1).sum())
-    received = sum(
-        int(tokens_of(r, tokens[r], routing)[2][:, first : first + local].any(-1).sum()) for r in members
-    )  # which come back once
-    ours_alone = isinstance(dispatcher, OncePerRankDispatcher)
-
-    assert not ours_alone or rows == ([pairs, received] if len(members) > 1 else []), (rows, pairs, received)
+    pairs = int(chosen.view(-1, len(members), len(scale)).any(-1).sum())
+    received = sum(int(tokens_of(r, tokens[r], routing)[2][:, own].any(-1).sum()) for r in members)
+    # These come back once.
+    assert not isinstance(dispatcher, OncePerRankDispatcher) or rows == (
+        [pairs, received] if len(members) > 1 else []
+    ), (rows, pairs, received)
     ours = [out.detach(), *torch.autograd.grad(out, [x, probs, scale], dy)]
     wanted, dscale = dense(rank, tokens[rank], routing)
     dscale = sum((dense(r, tokens[r], routing)[1] for r in members if r != rank), dscale)
-    wanted.append(dscale[first : first + local])
-    each = [
-        (a.float().cpu() - b).abs().max() / b.abs().max().clamp(min=1e-3)
-        for a, b in zip(ours, wanted, strict=True)
-        if b.numel()
-    ]
-
-    return float(torch.stack(each).max())
+    ours = [tensor.float().cpu() for tensor in ours]
+    return largest(zip(ours, [*wanted, dscale[own]], strict=True), floor=1e-3)
 
 
 def without_harm(dispatcher: OncePerRankDispatcher) -> float:
     """With NaN in one rank's tokens and probabilities, no rank hangs and all others compute what
     they would have."""
-    rank = dist.get_rank()
-    device = PLATFORM.device
-    members = dist.get_process_group_ranks(dispatcher.ep_group)
-    local = dispatcher.num_local_experts
-    x, probs, chosen, _ = (t.to(device) for t in tokens_of(rank, TOKENS["uneven"][rank], "random"))
+    rank, members, own = place_of(dispatcher)
+    x, probs, chosen, _ = (t.to(PLATFORM.device) for t in tokens_of(rank, ALONE[rank], "random"))
     if rank == members[0]:
         x, probs = x * torch.nan, probs * torch.nan
-    first = local * dispatcher.ep_group.rank()
-    out = through(dispatcher, x, probs, chosen, scales()[first : first + local].to(device))
+    out = through(dispatcher, x, probs, chosen, scales()[own].to(PLATFORM.device))
     if rank == members[0]:
         return 0.0 if out.isnan().all() else 1.0
-    wanted = dense(rank, TOKENS["uneven"][rank], "random")[0][0]
+    wanted = dense(rank, ALONE[rank], "random")[0][0]
     return float((out.float().cpu() - wanted).abs().max() / wanted.abs().max())
 
 
-def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
-    """Errors of core's dispatcher, which serves experts of Transformer Engine and experts that
-    are cut themselves."""
+def core_dispatcher(ranks: int, groups: SimpleNamespace) -> PaddingDispatcher:
+    """Core's, which serves experts of Transformer Engine and experts that are cut themselves."""
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -200,18 +187,7 @@ def core_errors(ranks: int, groups: SimpleNamespace) -> dict[str, float]:
     )
     local = EXPERTS // ranks
     numbers = [groups.ep.rank() * local + i for i in range(local)]
-    dispatcher = PaddingDispatcher(local, numbers, config=config, pg_collection=groups)
-    tokens = TOKENS["uneven"]
-    return {
-        f"core's, EP{ranks}, {routing}": on_all(error(dispatcher, tokens, routing)) for routing in ROUTINGS
-    }
-
-
-def on_all(value: float) -> float:
-    """The largest value of all ranks; NaN if one is NaN."""
-    values = torch.empty(dist.get_world_size(), device=PLATFORM.device)
-    dist.all_gather_into_tensor(values, torch.tensor([value], device=PLATFORM.device))
-    return float(values.max())
+    return PaddingDispatcher(local, numbers, config=config, pg_collection=groups)
 
 
 def main() -> None:
@@ -229,20 +205,20 @@ def main() -> None:
         group = groups[dist.get_rank() // ranks]
         mine = SimpleNamespace(ep=group, expt_tp=alone[dist.get_rank()], tp_ep=group)
         if GPU or ranks == 1:  # core's does not exchange over gloo
-            errors |= core_errors(ranks, mine)
+            core = core_dispatcher(ranks, mine)
+            errors |= {f"core's, EP{ranks}, {routing}": error(core, ALONE, routing) for routing in ROUTINGS}
 
         for interpreted in (True,) if GPU else (True, False):
             settings = SimpleNamespace(moe_router_topk=TOP_K)
             dispatcher = OncePerRankDispatcher(EXPERTS // ranks, settings, mine, experts_gather=interpreted)
             os.environ["TRITON_INTERPRET"] = str(int(interpreted and not GPU))
             how = f"EP{ranks}, {'kernels' if interpreted else 'torch'}"
-            for name, tokens in TOKENS.items():
-                for routing in ROUTINGS:
-                    errors[f"{how}, {name}, {routing}"] = on_all(error(dispatcher, tokens, routing))
-            errors[f"{how}, NaN"] = on_all(without_harm(dispatcher))
+            for routing in ROUTINGS:
+                errors[f"{how}, {routing}"] = error(dispatcher, ALONE if ranks == 1 else TOGETHER, routing)
+            errors[f"{how}, NaN"] = without_harm(dispatcher)
 
-    if dist.get_rank() == 0:
-        print(json.dumps(errors))
+    assert all(value < BOUND for value in errors.values()), errors  # NaN is not
+    print(max(errors.values()))
     dist.destroy_process_group()
 
 

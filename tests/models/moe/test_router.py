@@ -13,7 +13,9 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.estimate.split import run_layout
+from megatron_vl.models.build import aux_loss
 from megatron_vl.models.moe.router import expert_load
+from megatron_vl.models.parameter_names import canonical_name
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError
 from tests.support.ranks import in_ranks
@@ -102,8 +104,6 @@ def test_balancing_loss_of_one_layer_is_that_of_transformers(reference, layout: 
 )
 @pytest.mark.parametrize("section", ["text_config", None])
 def test_balancing_loss_follows_the_config(asked, fields, coefficient: float, reason: str, section) -> None:
-    from megatron_vl.models.build import aux_loss
-
     config = json.loads((tiny_checkpoint("qwen3_vl_moe") / "config.json").read_text())
     config["text_config"]["router_aux_loss_coef"] = 0.02
     config["text_config"].pop("output_router_logits", None)
@@ -127,20 +127,13 @@ def test_tensor_parallel_without_sequence_parallel_is_refused() -> None:
 
 def test_experts_of_both_kinds_are_named() -> None:
     """Local modules list experts, grouped ones number weights; the norm before experts has its own name."""
-    from megatron_vl.models.parameter_names import canonical_name
+    layers = "language_model.decoder.layers."
 
-    layer = "language_model.decoder.layers.1."
-    listed = canonical_name(
-        layer + "mlp.experts.local_experts.3.linear_fc1.weight", 4, False, has_router=True
-    )
-    grouped = canonical_name(layer + "mlp.experts.linear_fc1.weight3", 4, False, has_router=True)
-    assert listed == grouped == ("language_model.decoder.layers.5.mlp.experts.linear_fc1.weight", 3)
-    name = "language_model.decoder.layers.5."
-    assert canonical_name(layer + "pre_mlp_layernorm.weight", 4, False, has_router=True) == (
-        name + "pre_mlp_layernorm.weight",
-        None,
-    )
-    assert (
-        canonical_name(layer + "pre_mlp_layernorm.weight", 4, False)[0]
-        == name + "mlp.linear_fc1.layer_norm_weight"
-    )
+    def name_of(tensor: str, has_router: bool = True) -> tuple[str, int | None]:
+        return canonical_name(f"{layers}1.{tensor}", 4, False, has_router=has_router)
+
+    for module_name in ("mlp.experts.local_experts.3.linear_fc1.weight", "mlp.experts.linear_fc1.weight3"):
+        assert name_of(module_name) == (f"{layers}5.mlp.experts.linear_fc1.weight", 3)
+    norm = "pre_mlp_layernorm.weight"
+    assert name_of(norm) == (f"{layers}5.{norm}", None)
+    assert name_of(norm, has_router=False) == (f"{layers}5.mlp.linear_fc1.layer_norm_weight", None)

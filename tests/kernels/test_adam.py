@@ -1,10 +1,15 @@
-"""Moments are rounded to one of the two bf16 numbers beside them, right on average, always the same way."""
+"""Moments are rounded to one of the two bf16 numbers beside them, right on average, always the same way.
 
+Master weights come back bit for bit from the model's weights and 16 more bits, ties included.
+"""
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_vl.kernels.optimizer.adam import random_bits, round_moments
+from megatron_vl.kernels.optimizer.master_halves import join_master, split_master
 
 HALF_AND_QUARTERS = (0x4000, 0x8000, 0xC000)
 """Low halves of numbers a quarter, half and three quarters of the way to the next bf16 number."""
@@ -68,3 +73,20 @@ def test_rounding_has_the_right_mean_over_elements_and_steps(low: int) -> None:
     one = torch.tensor([0.25])
     steps = [rounded(one, number, step)[1] for step in range(1000)]
     assert share(torch.cat(steps)) == pytest.approx(wanted, abs=4 * 0.5 / 1000**0.5)
+
+
+def test_every_low_half_of_a_master_weight_comes_back() -> None:
+    """All 65,536 low halves: of an even and an odd number of both signs, zero, denormal numbers, and the
+    largest numbers, whose upper half rounds to infinity."""
+    low = np.arange(1 << 16, dtype=np.uint32)
+    for upper in (0x3F80, 0x3F81, 0xBF80, 0xBF81, 0x0000, 0x8000, 0x0001, 0x8001, 0x7F7F, 0xFF7F, 0x7F7E):
+        master = torch.from_numpy((low | np.uint32(upper << 16)).view(np.float32))
+        for second in (torch.zeros(len(low)), torch.rand(len(low))):
+            weight, half = (torch.empty(len(low), dtype=kind) for kind in (torch.bfloat16, torch.int16))
+            kept, again = second.clone(), torch.full_like(master, torch.nan)
+            split_master(master, weight, half, kept)
+            assert torch.equal(weight.view(torch.int16), master.bfloat16().view(torch.int16))
+            moment = kept.clone()
+            join_master(weight, half, moment, again)
+            for found, given in ((again, master), (moment, second)):
+                assert torch.equal(found.view(torch.int32), given.view(torch.int32)), hex(upper)
