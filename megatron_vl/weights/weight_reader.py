@@ -107,6 +107,9 @@ class WeightReader(CanonicalWeights):
                 )
             self.tensor_infos = trained_table(self.spec, self.lora)
             self._file_by_shard = self._locate_shards()
+            self._dtypes = {
+                name: DTYPE_BY_NAME[self.manifest["tensors"][name]["dtype"]] for name in self.tensor_infos
+            }
         except (WeightsError, FileNotFoundError):  # they name the file already
             raise
         except (ConfigError, LayoutError, RunConfigError) as error:
@@ -142,7 +145,7 @@ class WeightReader(CanonicalWeights):
         return list(self.tensor_infos)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
-        return DTYPE_BY_NAME[self.manifest["tensors"][tensor_name]["dtype"]]
+        return self._dtypes[tensor_name]
 
     def _open_shard(self, shard_index: int, tensor_name: str) -> TensorReader:
         """The file that holds one part of a tensor.
