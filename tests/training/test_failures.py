@@ -82,36 +82,9 @@ def one_message(ended: list[Ended]) -> str:
     return messages.pop()
 
 
-def fail_beside_waiting_ranks(folder: Path) -> None:
-    """The last rank fails while the others wait in native code with the lock of their store's connection, as
-    making a communicator does while a peer is missing; a thread of each still writes a file."""
-    init_distributed(get_platform("cpu"))
-    failures.watch_ranks()
-    dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        time.sleep(1)
-        failures.print_failure_once(failures.report_failure(OSError("train-000007.tar: Input/output error")))
-        failures.exit_after_failure()
-
-    def write_slowly() -> None:
-        time.sleep(3)
-        (folder / f"written_{dist.get_rank()}").write_text("whole")
-
-    threading.Thread(target=write_slowly).start()
-    dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=600))
-
-
-@pytest.mark.ranks
-def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
-    message = one_message(run_apart(fail_beside_waiting_ranks, [tmp_path], 3))
-    assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
-    assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
-
-
-def watched(work: Callable[[], None], peer_timeout_s: float = 0) -> None:
-    """Does the work of one of two ranks that watch each other. A timeout of 0 is that of users."""
-    if peer_timeout_s:
-        failures._PEER_TIMEOUT_S = peer_timeout_s
+def watched(work: Callable[[], object], peer_timeout_s: float = 0) -> None:
+    """Does the work of one of the ranks, which watch each other. A timeout of 0 is that of users."""
+    failures._PEER_TIMEOUT_S = peer_timeout_s or failures._PEER_TIMEOUT_S
 
     def join_and_work() -> None:
         init_distributed(get_platform("cpu"))
@@ -122,6 +95,33 @@ def watched(work: Callable[[], None], peer_timeout_s: float = 0) -> None:
     sys.exit(run_rank(join_and_work))
 
 
+def write_slowly(path: Path) -> threading.Thread:
+    thread = threading.Thread(target=lambda: time.sleep(4) or path.write_text("whole"))
+    thread.start()
+    return thread
+
+
+def fail_beside_waiting_ranks(folder: Path) -> None:
+    """The last rank fails while the others wait in native code with the lock of their store's connection, as
+    making a communicator does while a peer is missing; a thread of each still writes a file."""
+
+    def work() -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(1)
+            raise OSError("train-000007.tar: Input/output error")
+        write_slowly(folder / f"written_{dist.get_rank()}")
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=600))
+
+    watched(work)
+
+
+@pytest.mark.ranks
+def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
+    message = one_message(run_apart(fail_beside_waiting_ranks, [tmp_path], 3))
+    assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
+    assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
+
+
 def fail_while_peer_writes(path: Path) -> None:
     """The second rank fails while the first writes a checkpoint, which takes longer than its peers wait."""
 
@@ -129,9 +129,7 @@ def fail_while_peer_writes(path: Path) -> None:
         if dist.get_rank() == 1:
             time.sleep(0.5)
             raise OSError("train-7.tar: Input/output error")
-        thread = threading.Thread(target=lambda: time.sleep(4) or path.write_text("whole"))
-        thread.start()
-        thread.join()  # as the loop waits for it
+        write_slowly(path).join()  # as the loop waits for it
         time.sleep(600)
 
     watched(work, 1.5)

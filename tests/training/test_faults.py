@@ -10,8 +10,8 @@ import random
 import re
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -49,40 +49,22 @@ def numbers(run: Path) -> dict[int, list]:
     return {line["step"]: [line[name] for name in EXACT] for line in metrics(run)}
 
 
-@dataclass
-class Ended:
-    codes: list[int]
-    stdout: str
-    stderr: str
-    seconds: float
-    """From the fault to the end of the last rank."""
-    message: str
-    """The one line that says why."""
-    during_save: bool
+def disturb(prepared, run: Path, fault, rank, step, moment, *options: str, num_ranks=4) -> SimpleNamespace:
+    """Starts the run, or goes on with it, until something happens to a rank after ``step`` more steps.
 
-
-def disturb(
-    prepared: dict[str, Path],
-    run: Path,
-    fault: str,
-    rank: int,
-    step: int,
-    moment: str,
-    *options: str,
-    num_ranks: int = 4,
-) -> Ended:
-    """Starts the run, or goes on with it, until something happens to a rank after ``step`` more steps."""
+    Returns the exit codes, what was written, the one line that says why, the seconds from the fault to the
+    end of the last rank, and whether it came during a save.
+    """
     run.mkdir(exist_ok=True)
     words = [fault, rank, step, moment, *options_of(prepared, run, *OPTIONS, *options, steps=STEPS)]
     done = ranks.run_apart("tests.support.faulty_rank", words, num_ranks, one_node=True)
-    ended = time.time()
-    codes = [rank.code for rank in done]
-    stderr = "".join(rank.stderr for rank in done)
+    ended = SimpleNamespace(codes=[rank.code for rank in done], stdout=done[0].stdout)
+    ended.stderr = "".join(rank.stderr for rank in done)
     told = json.loads((run / "fault.json").read_text())
-    messages = [line for line in stderr.splitlines() if line.startswith("megatron_vl.train: ")]
-    assert len(messages) == 1, stderr
+    ended.seconds, ended.during_save = time.time() - told["at"], told["saving"]
+    [ended.message] = [line for line in ended.stderr.splitlines() if line.startswith("megatron_vl.train: ")]
     nothing_is_left(told["children"])
-    return Ended(codes, done[0].stdout, stderr, ended - told["at"], messages[0], told["saving"])
+    return ended
 
 
 def nothing_is_left(children: list[int]) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -34,7 +35,7 @@ from megatron_vl.training.state.keep import (
     unlock_run_dir,
 )
 from megatron_vl.training.state.save import CheckpointSaver
-from megatron_vl.weights.run_folder import CheckpointError
+from megatron_vl.weights.run_folder import CheckpointError, step_dir_path
 from tests.support.tiny_run import metrics, options_of, trainings
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.cli import main
@@ -127,15 +128,12 @@ def test_step_folder_that_is_a_link_loses_only_the_link(tmp_path: Path, capsys) 
     saver.note_step(is_updated=False)
     saver.delete_old_checkpoints()
     assert steps_in(run) == [2, 3], "a skipped step proves nothing"
-    saver.note_step(is_updated=True)
-    saver.wait_until_saved()
-    assert steps_in(run) == [3] and steps_in(disk) == [1, 2, 3] and capsys.readouterr().out == ""
-    saver.close()
+    assert clean(run, 1, saver) == [3] and steps_in(disk) == [1, 2, 3] and capsys.readouterr().out == ""
 
 
 def test_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
     assert last_good_text(tmp_path) == "there is no earlier checkpoint"
-    (tmp_path / "step_00000004").mkdir()
+    save_steps(tmp_path, 4)
     saver = saver_of(tmp_path)
     saver.save_error = "checkpoint of step 6 could not be written: no space"
     with pytest.raises(CheckpointError, match="no space; the last good checkpoint is step 4"):
@@ -149,8 +147,7 @@ def test_run_whose_folder_another_has_taken_saves_and_deletes_nothing(tmp_path: 
     taken = rf"another run \(process {ELSEWHERE.pid} on node7\) has begun to write to {tmp_path}, so this one"
     with pytest.raises(CheckpointError, match=taken):
         saver.start_save(lambda: pytest.fail("the other run's files are not touched"), 4)
-    for step in (2, 3):
-        (tmp_path / f"step_{step:08d}").mkdir()
+    save_steps(tmp_path, 2, 3)
     saver.note_step(is_updated=True)
     saver.wait_until_saved()
     assert steps_in(tmp_path) == [2, 3] and read_owner(tmp_path) == ELSEWHERE
@@ -161,49 +158,42 @@ def test_run_whose_folder_another_has_taken_saves_and_deletes_nothing(tmp_path: 
     saver.close()
 
 
+def lock_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
+
+
 @pytest.mark.parametrize(
     "number, is_held",
     [(errno.EAGAIN, True), (errno.EACCES, True), (errno.ENOLCK, False), (errno.ENOSYS, False)],
 )
 def test_lock_is_taken_by_another_run_at_two_errors_only(tmp_path, monkeypatch, number, is_held) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    lock_fails(monkeypatch, number)
     if is_held:
         with pytest.raises(CheckpointError, match="another run .* is writing to"):
             lock_run_dir(tmp_path)
-        assert read_owner(tmp_path) is None
     else:
         unlock_run_dir(lock_run_dir(tmp_path))
-        assert read_owner(tmp_path) == own_process()
+    assert read_owner(tmp_path) == (None if is_held else own_process())
 
 
 def test_living_owner_is_refused_and_dead_one_followed_without_locks(tmp_path, monkeypatch) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    def take_over_from(owner: Any) -> bool:
-        (tmp_path / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(owner)))
+    def take_over_from(owner: Any, torn: str = "") -> bool:
+        (tmp_path / OWNER_FILE).write_text(torn or json.dumps(dataclasses.asdict(owner)))
         unlock_run_dir(lock_run_dir(tmp_path))
         return read_owner(tmp_path) == own_process()
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    lock_fails(monkeypatch, errno.ENOLCK)
     sleeper = subprocess.Popen(["sleep", "600"])
     alive = dataclasses.replace(own_process(), pid=sleeper.pid, start_time=time.time())
-    with pytest.raises(CheckpointError, match=f"another run \\(process {sleeper.pid} on .*\\) is writing to"):
+    with pytest.raises(CheckpointError, match=rf"another run \(process {sleeper.pid} on .*\) is writing to"):
         take_over_from(alive)
-    assert take_over_from(
-        dataclasses.replace(alive, start_time=alive.start_time - 60)
-    )  # its number is used again
+    assert take_over_from(dataclasses.replace(alive, start_time=time.time() - 60)), "its number is used again"
     sleeper.kill()
     time.sleep(0.2)
     assert take_over_from(alive), "killed, although nobody has waited for it"
     sleeper.wait()
     assert take_over_from(alive) and take_over_from(ELSEWHERE) and take_over_from(own_process())
-    (tmp_path / OWNER_FILE).write_text('{"host_na')  # torn by a power cut
-    unlock_run_dir(lock_run_dir(tmp_path))
-    assert read_owner(tmp_path) == own_process()
+    assert take_over_from(alive, '{"host_na'), "torn by a power cut"
 
 
 def evaluated(run: Path, *lines: tuple[int, float | None, str]) -> None:
@@ -215,12 +205,12 @@ def evaluated(run: Path, *lines: tuple[int, float | None, str]) -> None:
 
 def save_steps(run: Path, *steps: int) -> None:
     for step in steps:
-        (run / f"step_{step:08d}").mkdir(parents=True, exist_ok=True)
+        step_dir_path(run, step).mkdir(parents=True, exist_ok=True)
 
 
-def clean(run: Path, keep: int) -> list[int]:
+def clean(run: Path, keep: int, saver: CheckpointSaver | None = None) -> list[int]:
     """Deletes old checkpoints as a start of a run does whose latest step was not skipped."""
-    saver = saver_of(run, keep)
+    saver = saver or saver_of(run, keep)
     saver.note_step(is_updated=True)
     saver.wait_until_saved()
     saver.close()
@@ -308,10 +298,10 @@ def test_disk_too_small_for_a_checkpoint_is_named_at_the_start(
     spec = read_spec(tiny_checkpoint())
     run = tmp_path / "new" / "run"
     config = TrainConfig(checkpoint=CheckpointConfig(dir=str(run), interval=10))
-    size, usage = checkpoint_bytes(config, spec), shutil.disk_usage(tmp_path)
+    size = checkpoint_bytes(config, spec)
 
     def free(number: float) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=int(number * size)))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(number * size)))
 
     free(0.9)
     with pytest.raises(RunConfigError, match=f"checkpoint.dir {run}: a checkpoint takes .* GB free; make"):
