@@ -18,7 +18,14 @@ from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.state.optimizer_state import optimizer_slices
 from megatron_vl.training.step import NOT_FINITE, replicated_modules
 from tests.support.ranks import in_ranks
-from tests.support.tiny_trainer import TinyTrainer, optimizer_state, tiny_trainer, train, trainer_of
+from tests.support.tiny_trainer import (
+    TinyTrainer,
+    differences,
+    optimizer_state,
+    tiny_trainer,
+    train,
+    trainer_of,
+)
 
 
 def rates_of(steps: int, **fields: Any) -> list[float]:
@@ -84,20 +91,15 @@ def _check_skipped_step(trainer: TinyTrainer, kind: str, reason: str, has_state:
         after = optimizer_state(trainer)
         assert result.skip_reason == (reason if number == 1 else "")
         if number:
-            same = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
-            changed = {
-                name.rpartition("/")[2] for name in before if not torch.equal(before[name], after[name])
-            }
-            assert (same, changed) == ((everything, set()) if number == 1 else (set(), everything))
+            changed = differences(before, after)
+            assert changed == ([] if number == 1 else sorted(before)), number
+            assert {name.rpartition("/")[2] for name in before} == everything
 
 
 @in_ranks(2)
 def test_step_without_loss_tokens_leaves_weights_moments_and_count(hf) -> None:
-    """Weight decay and decaying moments would move them; rows without loss beside others are trained on.
-
-    The first of two stages has no loss and must learn of it; updates overlapping the forward pass wait for
-    none.
-    """
+    """Weight decay and decaying moments would move them. The first of two stages has no loss and must learn
+    of it; rows without loss beside others are trained on."""
     _check_skipped_step(tiny_trainer(hf, pp=2), "without_loss", "no_loss_tokens", has_state=True)
 
 
@@ -111,11 +113,8 @@ def test_step_without_gradients_leaves_weights_moments_and_count(hf, pp: int, mo
 
 @in_ranks()
 def test_gradients_are_divided_and_clipped_in_one_multiplication(hf) -> None:
-    """Each is rounded once, whether it is clipped or not, and the norm is that before clipping.
-
-    With moments in bfloat16, our kernel multiplies gradients as it reads them, so that the sums stay in the
-    buffers.
-    """
+    """Each is rounded once, and the norm is that before clipping. With moments in bfloat16, our kernel
+    multiplies gradients as it reads them, so that the sums stay in the buffers."""
     scale_gradients = optimizer_module._scale_gradients
     for moments_dtype, clip_grads in (("float32", (1e-3, 1e6)), ("bfloat16", (0.0, 1e-3))):
         for clip_grad in clip_grads:
@@ -140,8 +139,7 @@ def test_gradients_are_divided_and_clipped_in_one_multiplication(hf) -> None:
             optimizer_module._scale_gradients = lambda *_: None
             assert twin.train_step(StepBatch(rows)).is_updated
             states = [optimizer_state(each) for each in (trainer, twin)]
-            assert len(states[0]) > 200
-            assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
+            assert len(states[0]) > 200 and differences(*states) == []
 
 
 def _after_prepare_grads(trainer: TinyTrainer, call: Any) -> None:
@@ -169,9 +167,8 @@ def test_learning_rates_and_weight_decay_follow_the_part(hf, family: str) -> Non
         if ".merger." in name or ".deepstack_mergers." in name:
             expected = 2e-4
         assert math.isclose(piece.param_group["lr"], expected), name
-        assert piece.param_group["weight_decay"] == (0.1 if piece.live_tensor.parameter.dim() > 1 else 0.0), (
-            name
-        )
+        decay = 0.1 if piece.live_tensor.parameter.dim() > 1 else 0.0
+        assert piece.param_group["weight_decay"] == decay, name
 
 
 @in_ranks()
@@ -231,11 +228,8 @@ ROWS = [["mixed", "text"], ["image"]]
 
 @in_ranks(2)
 def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(hf) -> None:
-    """The images of the last rank alone have a gradient with one NaN in step 2.
-
-    The loss is finite, and so is the language model's gradient; the tower's, summed over all ranks, is not.
-    No rank's weights move, and the next step is as usual.
-    """
+    """In step 2 the images of the last rank alone have a gradient with one NaN. The loss is finite, and so is
+    the language model's gradient; the tower's, summed over all ranks, is not."""
     trainer = trainer_of(hf, 512, decoupled=True, pp=2)
     tower: Any = trainer.model_chunks[0].module.decoupled
     is_last, backward, calls = dist.get_rank() == 1, tower.backward_call, []

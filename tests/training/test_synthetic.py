@@ -12,10 +12,7 @@ from megatron_vl.config import DataConfig, RunConfigError, TrainConfig, validate
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.data.synthetic import SyntheticRows
 from megatron_vl.spec.families import ModelSpec, read_spec
-from tests.support.ranks import run_module
-from tests.support.tiny_run import metrics
-
-SHAPE = "--data.seq_len 128 --global_batch_size 4 --dtype float32 --platform cpu --optimizer.lr 1e-3"
+from tests.support.tiny_run import metrics, trained
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +27,8 @@ def rows_of(spec: ModelSpec, dp: int, rows_per_step: int, steps: int, state=None
     rows = []
     for loader in loaders if state else ():
         loader.load_state_dict(json.loads(json.dumps(state)))
-    for _ in range(steps):
-        for loader in loaders:
-            rows += islice(loader, rows_per_step // dp)
+    for loader in loaders * steps:
+        rows += islice(loader, rows_per_step // dp)
     states = [loader.state_dict() for loader in loaders]
     assert all(state == states[0] for state in states)
     return [rows, states[0]]
@@ -84,24 +80,17 @@ def test_other_random_rows_are_refused() -> None:
 def test_run_on_random_rows_resumes_bitwise(tiny_checkpoint, tmp_path: Path) -> None:
     """On two stages. Only the config is read of the model's folder."""
     config = shutil.copy(tiny_checkpoint("qwen2_5_vl") / "config.json", tmp_path)
-    start = f"--model.hf {config} --model.checkpoint random --data.path synthetic:images"
-    words = f"{start} --steps 4 {SHAPE} --parallel.pp 2".split()
-
-    def train(run: str, *more: str) -> list[dict]:
-        words_of_run = [*words, "--checkpoint.dir", tmp_path / run, "--log.samples", "true", *more]
-        done = run_module("megatron_vl.train", words_of_run, ranks=2, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert "64 different rows of random tokens" in done.stdout
-        return metrics(tmp_path / run)
-
-    whole = train("whole")
-    train("parts", "--stop_after", "2")
-    parts = train("parts")
-    assert [line["step"] for line in parts] == [1, 2, 3, 4] and len({line["loss"] for line in whole}) == 4
-    for name in ("loss", "grad_norm", "samples", "images"):
-        assert [line[name] for line in parts] == [line[name] for line in whole]
-    keys = metrics(tmp_path / "parts", "samples.jsonl")
-    assert keys == metrics(tmp_path / "whole", "samples.jsonl")
-    assert [row[0] for line in keys for row in line["rows"]] == [f"{number}/0" for number in range(16)]
-    manifests = [tmp_path / run / "step_00000004" / "weights" / "manifest.json" for run in ("whole", "parts")]
+    prepared = {"hf": Path(config), "weights": "random", "data": "synthetic:images", "folder": tmp_path}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for run, *stop in ((whole,), (parts, "--stop_after", "2"), (parts,)):
+        options = ("--parallel.pp", "2", "--log.samples", "true", *stop)
+        said = trained(prepared, run, *options, ranks=2, steps=3)
+        assert "64 different rows of random tokens" in said
+    for name in ("step", "loss", "grad_norm", "samples", "images"):
+        assert [line[name] for line in metrics(parts)] == [line[name] for line in metrics(whole)]
+    assert len({line["loss"] for line in metrics(whole)}) == 3
+    keys = metrics(parts, "samples.jsonl")
+    assert keys == metrics(whole, "samples.jsonl")
+    assert [row[0] for line in keys for row in line["rows"]] == [f"{number}/0" for number in range(12)]
+    manifests = [run / "step_00000003" / "weights" / "manifest.json" for run in (whole, parts)]
     assert manifests[0].read_bytes() == manifests[1].read_bytes()
