@@ -9,7 +9,6 @@ import pkgutil
 import re
 import tomllib
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,43 +136,28 @@ def test_register_has_every_filter() -> None:
 # --- Versions
 
 
-@pytest.fixture
-def core_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``core_is(version)``: what the installed Megatron-core says it is; empty: it is not installed."""
+def test_core_of_an_unknown_version_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run and by a platform, unless a variable lets it through."""
+    from megatron_vl import platform
 
-    def set_version(number: str) -> None:
-        error = importlib.metadata.PackageNotFoundError("megatron-core")
-        version = Mock(return_value=number, side_effect=None if number else error)
-        monkeypatch.setattr("megatron_vl.core_fixes.core_version.version", version)
-
+    version = Mock(return_value=TESTED_CORE_VERSIONS[-1])
+    monkeypatch.setattr("megatron_vl.core_fixes.core_version.version", version)
+    monkeypatch.setattr(platform, "_process_platform", None)
     monkeypatch.delenv(UNTESTED_CORE_VARIABLE, raising=False)
-    return set_version
-
-
-def test_core_of_an_unknown_version_is_refused(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
-    core_is(TESTED_CORE_VERSIONS[-1])
     check_core_version()
-    core_is("")
-    with pytest.raises(CoreVersionError, match="megatron-core is not installed; pip install"):
-        check_core_version()
-    core_is("99.1.0")
+    version.return_value = "99.1.0"
+    for refused in (lambda: resolve_run(TrainConfig(), 1), lambda: platform.get_platform("cpu")):
+        with pytest.raises(CoreVersionError):
+            refused()
+    assert platform._process_platform is None
     monkeypatch.setenv(UNTESTED_CORE_VARIABLE, "1")
     check_core_version()
     monkeypatch.setenv(UNTESTED_CORE_VARIABLE, "0")
     with pytest.raises(CoreVersionError, match=r"megatron-core 99\.1\.0 .*MEGATRON_VL_UNTESTED_CORE=1"):
         check_core_version()
-
-
-def test_run_and_a_platform_ask_for_the_version_first(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_vl import platform
-
-    core_is("99.1.0")
-    with pytest.raises(CoreVersionError):
-        resolve_run(TrainConfig(), 1)
-    monkeypatch.setattr(platform, "_process_platform", None)
-    with pytest.raises(CoreVersionError):
-        platform.get_platform("cpu")
-    assert platform._process_platform is None
+    version.side_effect = importlib.metadata.PackageNotFoundError("megatron-core")
+    with pytest.raises(CoreVersionError, match="megatron-core is not installed; pip install"):
+        check_core_version()
 
 
 # --- Fixes are there, and still needed

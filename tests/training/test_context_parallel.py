@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.models import build
-from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
@@ -176,12 +175,6 @@ def test_kernels_are_checked_with_the_heads_that_attention_gets(hf, family: str)
             assert "FlashAttention-4 computes wrong gradients for heads of" in out.getvalue()
             assert out.getvalue().endswith("the language model takes sdpa instead\n")
         assert checked.pop() == heads_per_group and not checked, layout
-
-
-def test_transformer_engine_does_not_gather_keys() -> None:
-    attention: dict[str, Any] = {"platform": "cuda", "head_dim": 128, "causal": True}
-    assert choose_backend("auto", **attention) == "te"
-    assert choose_backend("auto", **attention, gathers_keys=True) == "torch_varlen"
 
 
 def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:

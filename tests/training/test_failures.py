@@ -48,15 +48,17 @@ SECONDS = 20
 read the message."""
 
 
+COPIED = ("weights", "data", "peft", "lora")
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
     """The second half of 48 samples in 4 shards does not fit into a row."""
     folder = tmp_path_factory.mktemp("failures")
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
-    records = []
-    for length in [3] * 24 + [300] * 24:
-        turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "word " * length}]
-        records.append({"conversations": turns})
+    question = {"from": "human", "value": "Hello?"}
+    answers = [{"from": "gpt", "value": "word " * length} for length in [3] * 24 + [300] * 24]
+    records = [{"conversations": [question, answer]} for answer in answers]
     for name, chosen, validation in (("half", records, 0.0), ("data", records[:24], 0.5)):
         (folder / f"{name}.json").write_text(json.dumps(chosen))
         options = ConversionOptions(
@@ -67,8 +69,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     convert_weights(hf, folder / "weights", {"tp": 1, "pp": 4})
     peft_folder(folder / "peft", hf, target_modules=["q_proj"])
     convert_adapter(folder / "peft", hf, folder / "lora")
-    names = ("weights", "data", "half", "peft", "lora")
-    return {"hf": hf, "folder": folder} | {name: folder / name for name in names}
+    return {"hf": hf, "folder": folder} | {name: folder / name for name in (*COPIED, "half")}
 
 
 def one_message(ended: list[Ended]) -> str:
@@ -188,14 +189,11 @@ def test_error_stays_the_reported_one_when_the_log_cannot_be_closed(monkeypatch)
     """The others know of it before anything is closed, as that may take a while."""
     order: list[str] = []
 
-    def report(error: Exception) -> None:
-        order.append(f"reported {error}")
-
     def close(has_failed: bool) -> None:
         order.append("closed")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(failures, "report_failure", report)
+    monkeypatch.setattr(failures, "report_failure", lambda error: order.append(f"reported {error}"))
     resolved_run = SimpleNamespace(config=None, spec=None, layout=None, last_step=1)
 
     def failing_trainer() -> Trainer:
@@ -239,7 +237,7 @@ def nodes(prepared, folder: Path) -> dict[int, Path]:
     """Two working folders with the same files, as nodes with copies on their own disks."""
     folders = {rank: folder / f"node_{rank}" for rank in range(2)}
     for node in folders.values():
-        for name in ("hf", "weights", "data", "peft", "lora"):
+        for name in ("hf", *COPIED):
             shutil.copytree(prepared[name], node / name)
     return folders
 
@@ -288,13 +286,11 @@ def test_run_rejects_other_files_under_the_same_path(prepared, tmp_path, monkeyp
         check_same_files(resolved_run, owns_loader)
 
     change(folders[1] / name)
-    refused = pytest.raises(
-        RunConfigError, match=rf"^{socket.gethostname()}: {re.escape(name)} is not as rank 0 reads it"
-    )
-    with refused:
-        check_same_files(resolved_run, True)
-    with refused if all_read else contextlib.nullcontext():
-        check_same_files(resolved_run, False)
+    message = rf"^{socket.gethostname()}: {re.escape(name)} is not as rank 0 reads it"
+    for owns_loader in (True, False):
+        is_refused = owns_loader or all_read
+        with pytest.raises(RunConfigError, match=message) if is_refused else contextlib.nullcontext():
+            check_same_files(resolved_run, owns_loader)
 
 
 @pytest.mark.ranks

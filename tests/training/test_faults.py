@@ -79,7 +79,7 @@ def nothing_is_left(children: list[int]) -> None:
 
 
 def last_is_good(run: Path) -> int:
-    """The step that latest.json names, all of whose files are what was written."""
+    """The latest step, all of whose files are what was written."""
     good = find_latest_checkpoint(run)
     assert good is not None and verify_checkpoint(good.path) == []
     return good.step
@@ -105,9 +105,7 @@ def test_run_after_a_kill_a_stop_and_a_lack_of_memory_is_the_undisturbed_one(
     ended = disturb(prepared, run, "stop", 1, 2, "step")
     assert f"resumed at step {first} " in ended.stdout
     assert ended.codes == [1, -signal.SIGKILL, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended
-    assert re.search("train: rank 1 " + WHERE.format(tp=1, pp=0) + "no sign of life for", ended.message), (
-        ended
-    )
+    assert re.search("train: rank 1 " + WHERE.format(tp=1, pp=0) + "no sign of life for", ended.message)
     assert "its state is 'stopped'" in ended.message and "raise failures.timeout_s (8;" in ended.message
     second = last_is_good(run)
     assert second >= first
@@ -122,16 +120,13 @@ def test_run_after_a_kill_a_stop_and_a_lack_of_memory_is_the_undisturbed_one(
 
 
 @pytest.mark.full
-def test_death_or_stop_of_the_first_rank_ends_the_others(prepared: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "seconds"), [("kill", DEAD_S), ("stop", HANG_S)])
+def test_death_or_stop_of_the_first_rank_ends_the_others(prepared, tmp_path: Path, fault, seconds) -> None:
     """The others listen to it as it listens to them; with it the store is gone."""
-    ended = disturb(prepared, tmp_path / "kill", "kill", 0, 3, "step")
-    assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < DEAD_S, ended
-    assert "train: rank 0 (tp 0, pp 0, dp 0; step" in ended.message and "ended without" in ended.message
-
-    ended = disturb(prepared, tmp_path / "stop", "stop", 0, 3, "step")
-    assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < HANG_S, ended
+    ended = disturb(prepared, tmp_path / "run", fault, 0, 3, "step")
+    assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < seconds, ended
     assert "train: rank 0 (tp 0, pp 0, dp 0; step" in ended.message
-    assert "no sign of life for" in ended.message
+    assert ("ended without" if fault == "kill" else "no sign of life for") in ended.message
 
 
 def test_hanging_loader_is_named_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:

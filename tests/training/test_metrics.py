@@ -28,7 +28,7 @@ def counted_step(number: int, dp_rank: int) -> StepBatch:
         where = {"key": key, "shard": "train-000000.tar", "source": "", "data_set": data_set}
         return where | {"reason": reason, "detail": "why", "size": size}
 
-    keys, dropped = [[f"{dp_rank}.{number}.0"], [f"{dp_rank}.{number}.1"]], []
+    dropped: list[dict[str, Any]] = []
     if dp_rank == 0:
         counts, lengths, wait = {"samples": 3, "images": 2, "patches": 64}, [[10, 20], [7]], 0.25
         if number == 2:
@@ -40,12 +40,10 @@ def counted_step(number: int, dp_rank: int) -> StepBatch:
             counts |= {"dropped/no tokens": 3, "dropped/medium missing": 1, "dropped/longer than seq_len": 1}
             dropped = [sample("a", "no tokens"), sample("b", "no tokens"), sample("c", "medium missing")]
             dropped += [sample("a", "no tokens"), sample("a", "longer than seq_len", "charts", 90)]
-    names = "lengths", "keys", "dropped", "counts"
-    rows = zip(lengths, keys, (dropped, []), (counts, {}), strict=True)
-    headers = [dict(zip(names, row, strict=True)) for row in rows]
-    for header in headers:
-        header |= {"vision_lengths": ([], []), "loss_tokens": 5}
-    return StepBatch([], headers, wait)
+    first = {"lengths": lengths[0], "keys": [f"{dp_rank}.{number}.0"], "dropped": dropped, "counts": counts}
+    second = {"lengths": lengths[1], "keys": [f"{dp_rank}.{number}.1"], "dropped": [], "counts": {}}
+    common = {"vision_lengths": ([], []), "loss_tokens": 5}
+    return StepBatch([], [common | first, common | second], wait)
 
 
 @pytest.mark.parametrize("limit", [10_000, 1])

@@ -134,19 +134,6 @@ def test_layer_is_trained_beside_adapters_and_merged_with_them(prepared, tmp_pat
     assert "step 5/5" in more, more
 
 
-@pytest.mark.ranks
-def test_layer_is_trained_alone_beside_a_frozen_model(prepared, tmp_path: Path) -> None:
-    words = "--steps 3 --log.interval 1 --mtp.loss 1 --model.checkpoint".split()
-    frozen = [f"--model.freeze_{part}" for part in ("vision", "merger", "language")]
-    options = [*words, "", *(word for name in frozen for word in (name, "true"))]
-    [said] = trainings(prepared, (tmp_path / "run", options))
-    lines = metrics(tmp_path / "run")
-    assert len(lines) == 3 and lines[2]["mtp_loss"] < lines[0]["mtp_loss"], said
-    export_weights(tmp_path / "run", prepared["hf"], tmp_path / "out")
-    changed = {d.name for d in compare_weights(prepared["hf"], tmp_path / "out").differences}
-    assert changed == set(mtp_of(prepared["hf"]))
-
-
 @pytest.mark.parametrize("size", ["qwen3_5", "qwen3_5_moe apart", "qwen3_5_moe stacked"])
 def test_folder_comes_back_bit_for_bit_from_any_layout(size: str, tmp_path: Path) -> None:
     family, _, style = size.partition(" ")

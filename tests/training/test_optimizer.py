@@ -16,12 +16,13 @@ from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.optimizer import scheduled_rate, set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.state.optimizer_state import optimizer_slices
-from megatron_vl.training.step import NOT_FINITE, replicated_modules
+from megatron_vl.training.step import NOT_FINITE
 from tests.support.ranks import in_ranks
 from tests.support.tiny_trainer import (
     TinyTrainer,
     differences,
     optimizer_state,
+    state_of,
     tiny_trainer,
     train,
     trainer_of,
@@ -67,17 +68,15 @@ def test_cosine_equals_that_of_transformers_after_warm_up() -> None:
 @in_ranks()
 def test_non_finite_step_is_skipped_and_the_next_one_taken(hf) -> None:
     trainer = tiny_trainer(hf)
-    chunk = trainer.chunks[0]
-    for number, reason in enumerate(("", "not_finite", "")):
-        before = [parameter.detach().clone() for parameter in chunk.parameters()]
-        if number == 1:
-            hook = chunk.language_model.register_forward_hook(lambda module, args, out: out * math.nan)
+    for number, reason in enumerate(("", NOT_FINITE, "")):
+        before, factor = state_of(trainer), math.nan if reason else 1.0
+        model = trainer.chunks[0].language_model
+        hook = model.register_forward_hook(lambda module, args, out, factor=factor: out * factor)
         result = trainer.run_step(number)
-        if number == 1:
-            hook.remove()
-        changed = any(not torch.equal(a, b) for a, b in zip(before, chunk.parameters(), strict=True))
+        hook.remove()
+        is_changed = differences(before, state_of(trainer)) != []
         assert result.skip_reason == reason
-        assert changed == result.is_updated == math.isfinite(result.loss) == (not reason)
+        assert is_changed == result.is_updated == math.isfinite(result.loss) == (not reason)
 
 
 def _check_skipped_step(trainer: TinyTrainer, kind: str, reason: str, has_state: bool) -> None:
@@ -176,15 +175,13 @@ def test_part_with_a_rate_of_zero_stays_and_the_others_move(hf) -> None:
     """With weight decay, it stays bit for bit. Each part's own rate is logged, and none for frozen parts."""
     for still in ("vision", "merger", "language"):
         trainer = tiny_trainer(hf, **{"lr" if still == "language" else f"{still}_lr": 0.0})
-        parameters = dict(trainer.chunks[0].named_parameters())
-        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        before = {live.tensor_name: live.parameter.detach().clone() for live in trainer.live_tensors}
         rates = {"language": 1e-3, "vision": 5e-4, "merger": 2e-4} | {still: 0.0}
         for number in range(2):
             assert set_learning_rates(trainer.optimizer, trainer.config, number) == rates
             assert trainer.run_step(number).is_updated
-        for name, parameter in parameters.items():
+        for name, parameter, _ in trainer.live_tensors:
             assert torch.equal(before[name], parameter) == (model_part(name) == still), name
-
         without_merger = dataclasses.replace(trainer.config, model=ModelConfig(freeze_merger=True))
         assert set_learning_rates(trainer.optimizer, without_merger, 2) == rates | {"merger": None}
 
@@ -240,12 +237,11 @@ def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(hf) -> No
         gradient[patches.start // tower.vision.merge_unit, 0, 0] = float("nan")
         backward(features, patches, gradient)
 
-    parameters = [p for part in replicated_modules(trainer.model_chunks) for p in part.parameters()]
     for step, reason in enumerate(("", NOT_FINITE, "")):
-        before = [parameter.detach().clone() for parameter in parameters]
+        before = state_of(trainer)
         tower.backward_call = backward_with_nan if is_last and step == 1 else backward
         [result] = train(trainer, ROWS, [step])
-        changed = any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
-        assert result.skip_reason == reason and changed == (not reason)
-        assert all(bool(parameter.isfinite().all()) for parameter in parameters)
+        after = state_of(trainer)
+        assert result.skip_reason == reason and bool(differences(before, after)) == (not reason)
+        assert all(bool(tensor.isfinite().all()) for tensor in after.values())
     assert bool(calls) == is_last  # that rank has images of its own

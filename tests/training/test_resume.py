@@ -87,7 +87,7 @@ CONSTANT = "--optimizer.schedule constant"
         (DENSE, "--steps 4 --parallel.tp 2", "--steps 8 --seed 1", "steps was 4, is 8"),
         (DENSE, "", f"--model.checkpoint b {FROZEN}", "model.freeze_vision was False, is True"),
         (DENSE, "", "--optimizer.vision_lr 5e-4", "optimizer.vision_lr was 0.001, is 0.0005"),
-        (DENSE, LORA, f"{LORA} --seed 1", "seed was 42, is 1"),
+        (DENSE, LORA, f"{LORA} --seed 1", "seed was 1234, is 1"),
         # It is what the model's config says, unless a field says something else.
         (MOE, "", "--model.moe_aux_loss 0", ""),
         (MOE, "", AUX_LOSS, "model.moe_aux_loss was 0.0, is 0.01"),
@@ -117,7 +117,7 @@ def test_resumed_run_names_yarn_that_an_older_checkpoint_did_not_record() -> Non
 
 
 def test_resumed_run_names_a_jump_of_its_learning_rate() -> None:
-    tower = "--model.freeze_language true --steps 4"
+    hf, tower = tiny_checkpoint("qwen2_5_vl"), "--model.freeze_language true --steps 4"
     wsd = "--steps 8 --optimizer.schedule wsd --optimizer.decay_steps"
     for old, new, step, expected in (
         ("--steps 4", "--steps 8", 2, ["8.54e-04 (planned: 5.00e-04)"]),
@@ -127,8 +127,8 @@ def test_resumed_run_names_a_jump_of_its_learning_rate() -> None:
         # The rate is that of a part that is trained.
         (tower, f"{tower} --optimizer.vision_lr 4e-3", 2, ["2.00e-03 (planned: 5.00e-04)"]),
     ):
-        after, before = (parse_config([*RATE, *words.split()]) for words in (new, old))
-        notes = learning_rate_notes(after, before, step)
+        config, saved = recorded(hf, *new.split())[0], recorded(hf, *old.split())[1]
+        notes = learning_rate_notes(config, saved, step)
         assert [note.removeprefix("the learning rate continues at ") for note in notes] == expected, new
 
 

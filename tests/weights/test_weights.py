@@ -1,9 +1,10 @@
-"""The on-disk format: cuts and their inverses, any slice from any layout, and a manifest that
-is always true."""
+"""The on-disk format: cuts and their inverses, any slice from any layout, a manifest that is always true, and
+which checkpoint of a run's folder is the latest."""
 
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,13 @@ from megatron_vl.spec.tensors import (
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
+from megatron_vl.weights.run_folder import (
+    CheckpointError,
+    SavedCheckpoint,
+    find_latest_checkpoint,
+    saved_checkpoints,
+    step_dir_path,
+)
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     TensorReader,
@@ -317,3 +325,26 @@ def test_flipped_bit_is_refused_by_name(tmp_path, spec, full, tp: int) -> None:
         assert torch.equal(reader.read_shard(other), full[other])
     unverified = WeightReader(tmp_path, should_verify=False).read_shard(name)
     assert not torch.equal(unverified, full[name])  # who asks for it gets what is there
+
+
+def test_latest_checkpoint_is_the_largest_step_wherever_the_folder_lies(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    for step in (2, 100_000_000, 4):
+        step_dir_path(run, step).mkdir(parents=True)
+    for name in ("step_900000000.partial", "step_x", "steps_3", "step_800000000.old.partial"):
+        (run / name).mkdir()
+    (run / "step_700000000").write_text("")
+    shutil.move(run, moved)
+    assert find_latest_checkpoint(moved) == SavedCheckpoint(moved / "step_100000000", 100_000_000)
+    assert [saved.step for saved in saved_checkpoints(moved)] == [2, 4, 100_000_000]
+    assert find_latest_checkpoint(run) is find_latest_checkpoint(moved / "step_700000000") is None
+
+
+def test_interrupted_rollback_must_be_finished_first(tmp_path: Path) -> None:
+    step_dir_path(tmp_path, 6).mkdir()
+    (tmp_path / "abandoned" / "after_step_00000004").mkdir(parents=True)
+    assert find_latest_checkpoint(tmp_path) == SavedCheckpoint(tmp_path / "step_00000006", 6)
+    (tmp_path / "abandoned" / "after_step_00000002.partial").mkdir()
+    command = f"finish it with `megatron-vl checkpoint rollback {tmp_path} 2`"
+    with pytest.raises(CheckpointError, match=command):
+        find_latest_checkpoint(tmp_path)
