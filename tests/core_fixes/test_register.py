@@ -39,6 +39,7 @@ from tests.support.tiny_trainer import join
 REGISTER = tomllib.loads((scan.ROOT / "megatron_vl/core_fixes/register.toml").read_text())
 FIXES: dict[str, dict[str, Any]] = {fix["code"]: fix for fix in REGISTER["fix"]}
 PUBLIC_BASE_CLASSES = REGISTER["public_base_classes"]
+SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
 
 
 # --- Entries are true
@@ -91,9 +92,6 @@ def test_register_entry_names_its_thread_or_has_a_report_to_file() -> None:
     assert named == {code for code, fix in FIXES.items() if "issue" not in fix}
     threads = [fix["issue"] for fix in FIXES.values() if "issue" in fix]
     assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", thread) for thread in threads)
-
-
-def test_entries_are_unique() -> None:
     assert len(FIXES) == len(REGISTER["fix"]) and not FIXES.keys() & PUBLIC_BASE_CLASSES.keys()
     assert REGISTER["versions"]["megatron-core"] == TESTED_CORE_VERSIONS[-1]
 
@@ -226,8 +224,7 @@ def test_fusion_of_weight_gradients_needs_apex_in_core() -> None:
 
     mpu.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    config = TransformerConfig(**sizes, gradient_accumulation_fusion=True)
+    config = TransformerConfig(**SIZES, gradient_accumulation_fusion=True)
     with pytest.raises(RuntimeError, match="install APEX"):
         ColumnParallelLinear(8, 8, config=config, init_method=config.init_method)
 
@@ -254,26 +251,22 @@ def test_core_brings_counts_of_experts_to_the_host() -> None:
     # Nothing moves where there is no device.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, *_, **__: moved.append(tensor) or tensor
     counts = torch.tensor([3, 2])
-    for kind, does_move in (
-        (token_dispatcher.MoEAlltoAllTokenDispatcher, True),
-        (DeviceCountsDispatcher, False),
-    ):
+    for kind in (token_dispatcher.MoEAlltoAllTokenDispatcher, DeviceCountsDispatcher):
         moved.clear()
         dispatcher = kind.__new__(kind)
         fields = dict.fromkeys(("input_splits", "output_splits", "output_splits_tp", "num_out_tokens"))
         fields |= {"drop_and_pad": False, "cuda_dtoh_point": "here", "cuda_sync_point": "later"}
         vars(dispatcher).update(fields, cuda_dtoh_stream=torch.cuda.Stream(), num_local_experts=1)
         assert dispatcher._maybe_dtoh_and_synchronize("here", counts) is counts
-        assert any(tensor is counts for tensor in moved) == does_move
+        assert any(tensor is counts for tensor in moved) == (kind is not DeviceCountsDispatcher)
 
 
 def test_cores_packed_rotary_waits_for_the_host() -> None:
     """Tensors without data can be computed with as long as nobody reads them."""
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
-    config: Any = SimpleNamespace(
-        apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False
-    )
+    switches = ("apply_rope_fusion", "rotary_interleaved", "multi_latent_attention")
+    config: Any = SimpleNamespace(**dict.fromkeys(switches, False))
     group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     query, angles = torch.empty(8, 1, 2, 4, device="meta"), torch.empty(8, 1, 1, 4, device="meta")
     bounds = torch.empty(3, dtype=torch.int32, device="meta")
@@ -289,31 +282,19 @@ def test_cores_norm_refuses_sequence_parallelism() -> None:
 
     from megatron_vl.models.layer_specs import local_norm_class
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        normalization="RMSNorm",
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-    )
+    two_ranks = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    config = TransformerConfig(**SIZES, **two_ranks, normalization="RMSNorm")
     with pytest.raises(AssertionError, match="sequence parallel"):
         WrappedTorchNorm(config, 8)
     norm = local_norm_class(config)(config=config, hidden_size=8)
     assert norm.weight.sequence_parallel
 
 
-def sources_of(package: str) -> str:
-    """The source text of an installed package."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    return "\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob("*.py")))
-
-
 def test_silenced_warnings_are_those_that_core_still_writes() -> None:
     """By the source of core; the last sentence of torch's is in its compiled part."""
-    text = re.sub(r'"\s*f?"', "", sources_of("megatron.core")).replace("{world_size}", "1")
+    folder = Path(importlib.import_module("megatron.core").__path__[0])
+    text = "\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob("*.py")))
+    text = re.sub(r'"\s*f?"', "", text).replace("{world_size}", "1")
     missing = [pattern for pattern in IGNORED_WARNINGS if not re.search(pattern.strip(".*"), text)]
     assert missing == [".*attribute of a Tensor that is not a leaf.*"]
     with warnings.catch_warnings(record=True) as said:

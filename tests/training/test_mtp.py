@@ -11,14 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
+from converters import convert
 from converters.compare import compare_weights
-from converters.convert import (
-    _write_weights,
-    convert_weights,
-    export_adapter,
-    export_weights,
-    reshard_weights,
-)
 from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.config import RunConfigError, parse_config
 from megatron_vl.spec.families import ConfigError, read_spec
@@ -87,7 +81,7 @@ def test_run_logs_evaluates_saves_and_exports_it_and_may_switch_it(prepared, tmp
 
     # Exports: the trained layer, the original one, and back to the same bits.
     for step, is_trained in ((4, True), (6, False)):
-        report = export_weights(step_dir_path(run, step), hf, tmp_path / f"hf_{step}")
+        report = convert.export_weights(step_dir_path(run, step), hf, tmp_path / f"hf_{step}")
         exported, original = mtp_of(tmp_path / f"hf_{step}"), mtp_of(hf)
         assert exported.keys() == original.keys() and bool(report.carried) != is_trained
         assert all(torch.equal(exported[name], original[name]) != is_trained for name in exported)
@@ -121,10 +115,10 @@ def test_layer_is_trained_beside_adapters_and_merged_with_them(prepared, tmp_pat
     whole_names = {name for name in held.tensor_names() if "lora" not in name}
     assert whole_names == {name for name in HfCheckpoint(hf, has_mtp=True).tensor_infos if name[:4] == "mtp."}
 
-    export_weights(run, hf, tmp_path / "merged", merges_adapter=True)
+    convert.export_weights(run, hf, tmp_path / "merged", merges_adapter=True)
     exported, original = mtp_of(tmp_path / "merged"), mtp_of(hf)
     assert not any(torch.equal(exported[name], original[name]) for name in original)
-    assert export_adapter(run, hf, tmp_path / "adapter").notes == [
+    assert convert.export_adapter(run, hf, tmp_path / "adapter").notes == [
         "PEFT has no place for the multi-token prediction (mtp.*) that was trained beside the adapters;"
         " an export with --merge writes it"
     ]
@@ -143,13 +137,13 @@ def test_folder_comes_back_bit_for_bit_from_any_layout(size: str, tmp_path: Path
     source = HfCheckpoint(hf, has_mtp=True)
     assert source.carried_names == []
     layout = {"tp": 2, "pp": 2, **({"ep": 2} if style else {})}
-    _write_weights(source, [Path(hf)], tmp_path / "cut", layout, "convert", 1, False, {})
-    reshard_weights(tmp_path / "cut", tmp_path / "whole", workers=1)
-    export_weights(tmp_path / "whole", hf, tmp_path / "out", workers=1)
+    convert._write_weights(source, [Path(hf)], tmp_path / "cut", layout, "convert", 1, False, {})
+    convert.reshard_weights(tmp_path / "cut", tmp_path / "whole", workers=1)
+    convert.export_weights(tmp_path / "whole", hf, tmp_path / "out", workers=1)
     for file in sorted(Path(hf).glob("*.safetensors")):
         assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
     # Without it, the weights are those of before.
-    convert_weights(hf, tmp_path / "plain", workers=1)
+    convert.convert_weights(hf, tmp_path / "plain", workers=1)
     assert "mtp" not in json.loads((tmp_path / "plain" / "manifest.json").read_text())
 
 

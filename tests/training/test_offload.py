@@ -237,9 +237,8 @@ class Allocations(TorchDispatchMode):
 def test_master_weights_that_leave_the_device_are_never_all_on_it(hf) -> None:
     """While an optimizer is built, at most one of them and its copy in bf16 has storage."""
     first = tiny_trainer(hf, dtype="bfloat16")
-    sizes = [
-        4 * main.numel() for part in first.optimizer.chained_optimizers for main in part.get_parameters()
-    ]
+    parts = first.optimizer.chained_optimizers
+    sizes = [4 * main.numel() for part in parts for main in part.get_parameters()]
     for share, kept in ((0.0, 1.0), (1.0, 0.0), (0.4, 0.6)):
         optimizer = dataclasses.replace(first.config.optimizer, offload_fraction=share)
         other = TinyTrainer(dataclasses.replace(first.config, optimizer=optimizer), with_optimizer=False)

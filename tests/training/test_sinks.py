@@ -15,15 +15,7 @@ import pytest
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.config.checks import check_wandb_installed
 from megatron_vl.system.errors import UserError
-from megatron_vl.training.report.sinks import (
-    WANDB_RUN_FILE,
-    JsonLinesSink,
-    MetricsSink,
-    TensorBoardSink,
-    ValidationResult,
-    WandbSink,
-    open_metrics_sinks,
-)
+from megatron_vl.training.report import sinks
 from tests.support.tiny_run import metrics
 
 _found = importlib.util.find_spec("wandb")
@@ -31,10 +23,10 @@ HAS_WANDB = _found is not None and _found.origin is not None
 needs_wandb = pytest.mark.skipif(not HAS_WANDB, reason="the extra wandb is not installed")
 
 NUMBERS = {"step": 7, "loss": 1.5, "updated": True, "mfu": None, "lr/vision": 1e-5, "memory_gib": 3.5}
-EVALUATION = ValidationResult(loss=2.5, loss_tokens=20, elapsed_s=0.5, rows="a1")
+EVALUATION = sinks.ValidationResult(loss=2.5, loss_tokens=20, elapsed_s=0.5, rows="a1")
 
 
-def fill(sink: MetricsSink) -> None:
+def fill(sink: sinks.MetricsSink) -> None:
     """What a run tells its sinks in a step."""
     sink.write_step(NUMBERS)
     sink.write_evaluation(7, EVALUATION)
@@ -51,19 +43,19 @@ def offline(folder: Path, *options: str) -> TrainConfig:
 
 
 def test_run_opens_the_sinks_that_it_asks_for(tmp_path: Path) -> None:
-    assert open_metrics_sinks(TrainConfig()) == []
+    assert sinks.open_metrics_sinks(TrainConfig()) == []
     options = ["--checkpoint.dir", str(tmp_path / "run"), "--log.tensorboard", str(tmp_path / "board")]
-    sinks = open_metrics_sinks(parse_config(options))
-    assert [type(sink) for sink in sinks] == [JsonLinesSink, TensorBoardSink]
-    for sink in sinks:
+    opened = sinks.open_metrics_sinks(parse_config(options))
+    assert [type(sink) for sink in opened] == [sinks.JsonLinesSink, sinks.TensorBoardSink]
+    for sink in opened:
         sink.close()
 
 
 def test_json_lines_hold_every_number(tmp_path: Path) -> None:
     """Also in a step without loss tokens. JSON has no NaN, and other programs than Python refuse it."""
-    sink = JsonLinesSink(tmp_path)
+    sink = sinks.JsonLinesSink(tmp_path)
     sink.write_step({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "mfu": None})
-    sink.write_evaluation(1, ValidationResult(loss=math.nan, loss_tokens=0, elapsed_s=1.0))
+    sink.write_evaluation(1, sinks.ValidationResult(loss=math.nan, loss_tokens=0, elapsed_s=1.0))
     fill(sink)
     empty = {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5, "mfu": None}
     assert metrics(tmp_path) == [empty, NUMBERS]
@@ -75,7 +67,7 @@ def test_json_lines_hold_every_number(tmp_path: Path) -> None:
 def test_tensorboard_holds_what_can_be_drawn(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    fill(TensorBoardSink(str(tmp_path)))
+    fill(sinks.TensorBoardSink(str(tmp_path)))
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     values = {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]}
@@ -98,7 +90,7 @@ def test_missing_package_names_its_extra(monkeypatch, tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_wandb
 def test_wandb_gets_what_can_be_drawn(tmp_path: Path, monkeypatch, capfd) -> None:
-    sink, logged = WandbSink(offline(tmp_path)), {}
+    sink, logged = sinks.WandbSink(offline(tmp_path)), {}
     with monkeypatch.context() as patch:
         patch.setattr(sink.wandb_run, "log", lambda numbers, **_: logged.update(numbers))
         sink.write_step(NUMBERS)
@@ -120,18 +112,18 @@ def test_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     """Unless it belongs to another project."""
 
     def run_id(*options: str) -> str:
-        sink = WandbSink(offline(tmp_path, *options))
+        sink = sinks.WandbSink(offline(tmp_path, *options))
         sink.close()
-        assert json.loads((tmp_path / WANDB_RUN_FILE).read_text())["id"] == sink.wandb_run.id
+        assert json.loads((tmp_path / sinks.WANDB_RUN_FILE).read_text())["id"] == sink.wandb_run.id
         return sink.wandb_run.id
 
     first = run_id()
     assert run_id() == first
     assert run_id("--wandb.project", "others") != first
 
-    (tmp_path / WANDB_RUN_FILE).write_text("[")
+    (tmp_path / sinks.WANDB_RUN_FILE).write_text("[")
     with pytest.raises(UserError, match="wandb.json is damaged .* delete it"):
-        WandbSink(offline(tmp_path))
+        sinks.WandbSink(offline(tmp_path))
 
 
 @needs_wandb
@@ -147,5 +139,5 @@ def test_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, monk
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
     with pytest.raises(UserError, match="wandb.project tests: W&B says: .*wandb login.*WANDB_MODE=offline"):
-        WandbSink(offline(tmp_path))
-    assert not (tmp_path / WANDB_RUN_FILE).exists()
+        sinks.WandbSink(offline(tmp_path))
+    assert not (tmp_path / sinks.WANDB_RUN_FILE).exists()
