@@ -302,9 +302,6 @@ def test_lora_leaves_as_a_peft_folder_and_begins_another_run(prepared, tmp_path)
     done = run_module("toolkit", ["train", *words], 1, cwd=prepared["folder"])
     assert done.returncode == 0 and "resumed at step 1" in done.stdout, done.stderr[-3000:]
 
-    for options, message in (
-        (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),
-        (["--lora.adapter", str(prepared["weights"])], "lora.adapter: .* holds a whole model"),
-    ):
-        with pytest.raises(RunConfigError, match=message):
-            resolve_run(parse_config(options_of(prepared, tmp_path / "refused", *start, *options)), 1)
+    refused = [*start, "--lora.adapter", str(prepared["weights"])]
+    with pytest.raises(RunConfigError, match="lora.adapter: .* holds a whole model"):
+        resolve_run(parse_config(options_of(prepared, tmp_path / "refused", *refused)), 1)

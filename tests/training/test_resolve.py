@@ -10,17 +10,11 @@ from megatron_vl.config import LoraConfig, RunConfigError, parse_config
 from megatron_vl.config.checks import check_output_dir, config_remarks
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.location import LoaderError
-from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.lora import with_stored_lora
 from megatron_vl.training.resolve import MachineMemory, resolve_run
 
 RUN = "--data.path synthetic:text --steps 1 --model.checkpoint random --model.hf".split()
 RUN.append("tests/hf_configs/Qwen2.5-VL-3B-Instruct.json")
-
-
-def test_split_of_too_few_layers_is_refused() -> None:
-    with pytest.raises(LayoutError, match="add up to 2"):
-        resolve_run(parse_config([*RUN, "--parallel.layers", "[1,1]", "--parallel.pp", "2"]), 2)
 
 
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])
