@@ -34,7 +34,7 @@ def start(
     One rank, or two data-parallel ones, with two loader workers each.
     """
     ranks = 1 if launcher is ALONE else more.pop("ranks", 2)
-    words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=4000)
+    words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=1000)
     assert words[:3] == TORCHRUN
     # A terminal sends Ctrl-C to a whole group of processes.
     options = {"stdout": PIPE, "stderr": PIPE, "text": True, "start_new_session": True}
@@ -71,7 +71,7 @@ def test_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_path):
     out, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
     last = last_saved_step(run)
-    assert f"a signal stopped the run after step {last} of 4000; start it again to continue" in out
+    assert f"a signal stopped the run after step {last} of 1000; start it again to continue" in out
     assert err.count("SIGINT: the ranks save and end; Ctrl-C again ends them at once") == 1
     assert "Traceback" not in err
 
@@ -105,7 +105,7 @@ def test_pipe_without_reader_changes_nothing_and_a_closed_terminal_saves(launche
 
     os.close(terminal)  # the system sends SIGHUP, and what the program prints there fails
     assert process.wait(timeout=60) == 0
-    assert 6 <= last_saved_step(run) < 4000
+    assert 6 <= last_saved_step(run) < 1000
 
 
 def test_nohup_stays_what_it_is():
@@ -209,5 +209,5 @@ def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_pat
     os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode == 0) == (launcher is not TORCHRUN), err
-    assert f"stopped the run after step {last_saved_step(run)} of 4000" in out, err
+    assert f"stopped the run after step {last_saved_step(run)} of 1000" in out, err
     assert err.count("the run saves and ends") == (launcher is ALONE and number == signal.SIGINT)
