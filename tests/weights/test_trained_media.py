@@ -95,6 +95,7 @@ def test_given_template_is_the_only_one_of_the_export(hf: Path, step: Path, tmp_
             assert served.apply_chat_template(turns, tokenize=False) == expected
         assert read_chat_template(folder) == template and not chat_template_note(folder)
         assert json.loads((folder / "chat_template.json").read_text())["chat_template"] == template
+
     # The template of an earlier export does not stay in its folder.
     assert read_chat_template(released_again(hf, tmp_path)) == read_chat_template(hf) != template
 
@@ -121,12 +122,10 @@ def test_damaged_run_json_is_refused(hf: Path, step: Path, tmp_path: Path, damag
     text = (step / "run.json").read_text()
     changed = text.replace("200704", "200705") if damage == "edited" else text[:-20]
     (step / "run.json").write_text(changed)
-    for refused in (
-        lambda: export_weights(step, hf, tmp_path / "out"),
-        lambda: reshard_weights(step, tmp_path),
-    ):
+    for write in (export_weights, reshard_weights):
+        arguments = (step, hf) if write is export_weights else (step,)
         with pytest.raises(WeightsError, match=r"run\.json was changed after it was written"):
-            refused()
+            write(*arguments, tmp_path / "refused")
 
     # The weights alone are whole.
     shutil.copytree(step / "weights", tmp_path / "weights")
