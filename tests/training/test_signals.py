@@ -27,13 +27,13 @@ ALONE = [sys.executable, "-m", "megatron_vl", "train", "--nproc-per-node", "1"]
 
 
 def start(
-    launcher: list[str], prepared: dict[str, Path], run: Path, lines: int = 0, **more: Any
+    launcher: list[str], prepared: dict[str, Path], run: Path, lines: int = 0, ranks: int = 2, **more: Any
 ) -> Popen[str]:
     """Starts a run far from its last step, and waits for lines of its log.
 
     One rank, or two data-parallel ones, with two loader workers each.
     """
-    ranks = 1 if launcher is ALONE else more.pop("ranks", 2)
+    ranks = 1 if launcher is ALONE else ranks
     words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=1000)
     assert words[:3] == TORCHRUN
     # A terminal sends Ctrl-C to a whole group of processes.
