@@ -150,5 +150,4 @@ def _check_name(name: str, place: str = "") -> None:
 
 def run_fields_help() -> str:
     """What ``--help`` says of the fields of a run."""
-    text = build_parser().format_help()
-    return text[text.index("\n  --config") + 1 :]
+    return "  --config" + build_parser().format_help().partition("\n  --config")[2]

@@ -9,27 +9,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SETTING_UP = "setting up"
-LOADING_ROWS = "loading rows"
-SHARING_ROWS = "sharing rows"
-FORWARD_BACKWARD = "forward and backward"
-UPDATING_WEIGHTS = "updating weights"
-SAVING_CHECKPOINT = "saving a checkpoint"
-RUNNING_EVALUATION = "evaluating"
-ENDING_RUN = "ending"
-
 PHASES = (
-    SETTING_UP,
-    LOADING_ROWS,
-    SHARING_ROWS,
-    FORWARD_BACKWARD,
-    UPDATING_WEIGHTS,
-    SAVING_CHECKPOINT,
-    RUNNING_EVALUATION,
-    ENDING_RUN,
+    "setting up",
+    "loading rows",
+    "sharing rows",
+    "forward and backward",
+    "updating weights",
+    "saving a checkpoint",
+    "evaluating",
+    "ending",
 )
 """The phases in the order of a step. If ranks wait for each other, they wait for the rank whose phase is the
 first in this order."""
+SETTING_UP, LOADING_ROWS, SHARING_ROWS, FORWARD_BACKWARD, *_LATER_PHASES = PHASES
+UPDATING_WEIGHTS, SAVING_CHECKPOINT, RUNNING_EVALUATION, ENDING_RUN = _LATER_PHASES
 
 WRITING_CHECKPOINT = "writing its part of a checkpoint"
 """A background task of a rank for which others may wait."""

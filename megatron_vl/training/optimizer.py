@@ -25,24 +25,6 @@ PartLearningRates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger. None stands for a frozen part."""
 
 
-def _core_optimizer_config(config: TrainConfig, overlap_param_gather: bool) -> CoreOptimizerConfig:
-    optimizer_config = config.optimizer
-    return CoreOptimizerConfig(
-        optimizer="adam",
-        lr=optimizer_config.lr,
-        min_lr=optimizer_config.lr * optimizer_config.min_lr_ratio,
-        weight_decay=optimizer_config.weight_decay,
-        adam_beta1=optimizer_config.beta1,
-        adam_beta2=optimizer_config.beta2,
-        adam_eps=optimizer_config.eps,
-        clip_grad=optimizer_config.clip_grad,
-        bf16=config.dtype == "bfloat16",
-        params_dtype=getattr(torch, config.dtype),
-        use_distributed_optimizer=config.parallel.distributed_optimizer,
-        overlap_param_gather=overlap_param_gather,
-    )
-
-
 def _part_rate_overrides(optimizer_config: OptimizerConfig) -> dict[ParamKey, Any]:
     """Core's overrides for the vision tower and the merger, which may have learning rates of their own."""
     overrides: dict[ParamKey, Any] = {}
@@ -71,7 +53,20 @@ def build_optimizer(
     """
     optimizer_config = config.optimizer
     assert optimizer_config.offload_fraction != "auto", "it is settled before (estimate.memory_check)"
-    core_config = _core_optimizer_config(config, model_chunks[0].ddp_config.overlap_param_gather)
+    core_config = CoreOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer_config.lr,
+        min_lr=optimizer_config.lr * optimizer_config.min_lr_ratio,
+        weight_decay=optimizer_config.weight_decay,
+        adam_beta1=optimizer_config.beta1,
+        adam_beta2=optimizer_config.beta2,
+        adam_eps=optimizer_config.eps,
+        clip_grad=optimizer_config.clip_grad,
+        bf16=config.dtype == "bfloat16",
+        params_dtype=getattr(torch, config.dtype),
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+        overlap_param_gather=model_chunks[0].ddp_config.overlap_param_gather,
+    )
     config_overrides = get_standard_config_overrides(core_config) | _part_rate_overrides(optimizer_config)
 
     # If state moves to chunks, core must not allocate master weights that would only be freed again.

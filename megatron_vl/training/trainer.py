@@ -151,7 +151,6 @@ class Trainer:
             with_optimizer: if false, there is no ``optimizer``, and the model cannot be trained.
         """
         config, source = self.config, self.resolved_run.source_checkpoint
-        is_resumed = source is not None
         self.grid = grid = make_grid(self.layout)
         if dist.get_rank():  # rank 0 made the digests
             check_same_files(self.resolved_run, grid.owns_loader)
@@ -162,10 +161,9 @@ class Trainer:
 
         # The run's own checkpoint fills the model later, and the start weights are not opened then. With
         # LoRA, the checkpoint does not hold the base.
-        start_weights = open_start_weights(config) if config.lora.rank or not is_resumed else None
-        start_lora = None
-        if config.lora.adapter and not is_resumed:
-            start_lora = open_lora(config.lora.adapter, self.spec)
+        start_weights = open_start_weights(config) if config.lora.rank or source is None else None
+        begins_with_lora = config.lora.adapter and source is None
+        start_lora = open_lora(config.lora.adapter, self.spec) if begins_with_lora else None
         chunks, self.live_tensors = build_model(
             config,
             self.spec,

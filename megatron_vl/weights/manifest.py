@@ -230,19 +230,12 @@ def _check_entries(
     sharding = layout.sharding if layout else UNSHARDED
     file_by_shard = locate_shards(tensor_infos, layout, rank_entries)
     tensors_by_file = {entry["file"]: entry["tensors"] for entry in rank_entries}
-
-    def part_entries(info: TensorInfo) -> list[dict[str, Any]]:
-        shards = range(sharding.num_shards(info))
-        return [tensors_by_file[file_by_shard[i, info.name]][info.name] for i in shards]
-
-    return {
-        name: {
-            "dtype": _common_dtype(info, part_entries(info), sharding),
-            "shape": list(info.shape),
-            "split": info.parallel_style,
-        }
-        for name, info in tensor_infos.items()
-    }
+    tensors = {}
+    for name, info in tensor_infos.items():
+        files = [file_by_shard[shard_index, name] for shard_index in range(sharding.num_shards(info))]
+        dtype = _common_dtype(info, [tensors_by_file[file][name] for file in files], sharding)
+        tensors[name] = {"dtype": dtype, "shape": list(info.shape), "split": info.parallel_style}
+    return tensors
 
 
 def _common_dtype(tensor_info: TensorInfo, part_entries: Sequence[dict[str, Any]], sharding: Sharding) -> str:

@@ -51,8 +51,7 @@ def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, A
 
 def exported_media(hf_dir: Path) -> dict[str, float]:
     """The limits that an exported folder names; empty if it names none, as a released one."""
-    media_limits: dict[str, float] = exported_facts(hf_dir).get(MEDIA_KEY, {})
-    return media_limits
+    return dict(exported_facts(hf_dir).get(MEDIA_KEY, {}))
 
 
 def exported_facts(exported_dir: Path) -> dict[str, Any]:

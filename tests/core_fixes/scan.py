@@ -2,8 +2,9 @@
 source."""
 
 import ast
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,64 +37,62 @@ class Reach:
         return f"{self.module}:{self.line} ({self.scope}): {self.target}"
 
 
-@dataclass
 class Module:
     """The source of one module and what its names stand for."""
 
-    name: str
-    tree: ast.Module
-    names: dict[str, str] = field(default_factory=dict)
-    """Name -> dotted name of what was imported under it, or assigned from that."""
-    own: set[str] = field(default_factory=set)
-    """Names that the module itself defines."""
+    def __init__(self, path: Path) -> None:
+        self.name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        self.tree = ast.parse(path.read_text())
+        self.own: set[str] = set()
+        """Names that the module itself defines."""
+        self.names: dict[str, str] = {}
+        """Name -> dotted name of what was imported under it, or assigned from that."""
+        nodes = list(ast.walk(self.tree))
+        for node in nodes:
+            match node:
+                case (
+                    ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store())
+                ):
+                    self.own.add(name)
+                case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                    self.own.add(name)
+                case ast.Import(names=names):
+                    for each in names:
+                        package = each.name.partition(".")[0]
+                        self.names[each.asname or package] = each.name if each.asname else package
+                case ast.ImportFrom(module=str(origin), names=names):
+                    self.names |= {each.asname or each.name: f"{origin}.{each.name}" for each in names}
+        for node in nodes:
+            match node:
+                case ast.Assign(targets=targets, value=value):
+                    self._learn(targets, value)
+                case ast.AnnAssign(target=target, value=ast.expr() as value):
+                    self._learn([target], value)
 
-    def __post_init__(self) -> None:
-        for node in ast.walk(self.tree):
-            self._learn_definition(node)
-            self._learn_import(node)
-        for node in ast.walk(self.tree):
-            self._learn_assignment(node)
-
-    def _learn_definition(self, node: ast.AST) -> None:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            self.own.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            self.own.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
-            self.own.add(node.attr)
-
-    def _learn_import(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                self.names[name.asname or name.name.partition(".")[0]] = (
-                    name.name if name.asname else name.name.partition(".")[0]
-                )
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for name in node.names:
-                self.names[name.asname or name.name] = f"{node.module}.{name.name}"
-
-    def _learn_assignment(self, node: ast.AST) -> None:
-        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-            return
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name) and (known := self.dotted(node.value)):
+    def _learn(self, targets: list[ast.expr], value: ast.expr) -> None:
+        for target in targets:
+            if isinstance(target, ast.Name) and (known := self.dotted(value)):
                 self.names.setdefault(target.id, known)
 
     def dotted(self, node: ast.AST) -> str:
         """What an expression stands for; empty where that is not known. An object has its class's name."""
-        if isinstance(node, ast.Name):
-            return self.names.get(node.id, "")
-        if isinstance(node, ast.Attribute):
-            base = self.dotted(node.value)
-            return f"{base}.{node.attr}" if base else ""
-        if not isinstance(node, ast.Call):
-            return ""
-        called = self.dotted(node.func)
-        return called if called.rpartition(".")[2].lstrip("_")[:1].isupper() else ""
+        match node:
+            case ast.Name(id=name):
+                return self.names.get(name, "")
+            case ast.Attribute(value=value, attr=name):
+                base = self.dotted(value)
+                return f"{base}.{name}" if base else ""
+            case ast.Call(func=func):
+                called = self.dotted(func)
+                return called if called.rpartition(".")[2].lstrip("_")[:1].isupper() else ""
+        return ""
 
-
-def is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+    @cached_property
+    def inherited(self) -> set[str]:
+        """What the modules define that hold the base classes of this module's classes."""
+        classes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+        origins = {self.dotted(base).rpartition(".")[0] for kind in classes for base in kind.bases}
+        return set().union(*(module.own for module in modules() if module.name in origins))
 
 
 def is_foreign(name: str) -> bool:
@@ -107,97 +106,59 @@ def is_private(name: str) -> bool:
 @cache
 def modules() -> list[Module]:
     """Every module of the packages."""
-    found = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            found.append(Module(name, ast.parse(path.read_text())))
-    return found
+    return [Module(path) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
-@cache
-def all_nodes() -> list[tuple[Module, str, ast.AST]]:
-    """Every node of every module that can reach, with the top-level class or function that it is in."""
+def reaches(find: Callable[[Module, ast.AST], list[str]]) -> list[Reach]:
+    """What ``find`` names of each node, with the top-level class or function that it is in."""
     return [
-        (module, top.name if isinstance(top, (ast.ClassDef, ast.FunctionDef)) else "", node)
+        Reach(module.name, node.lineno, getattr(top, "name", ""), target)
         for module in modules()
         for top in module.tree.body
         for node in ast.walk(top)
-        if isinstance(node, (ast.Attribute, ast.Call, ast.ClassDef, ast.ImportFrom))
+        for target in find(module, node)
     ]
 
 
-def subclasses() -> list[Reach]:
-    """Classes that are made from classes of core, Energon and Transformer Engine."""
-    found = []
-    for module, scope, node in all_nodes():
-        bases = [module.dotted(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
-        foreign = [base for base in bases if is_foreign(base) and not base.startswith("torch.")]
-        found += [Reach(module.name, node.lineno, scope, base) for base in foreign]  # type: ignore[attr-defined]
-    return found
+def foreign_bases(module: Module, node: ast.AST) -> list[str]:
+    """Base classes of core, Energon and Transformer Engine."""
+    bases = [module.dotted(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+    return [base for base in bases if is_foreign(base) and not base.startswith("torch.")]
 
 
-def modules_of_bases(module: Module) -> set[str]:
-    """The modules that hold the base classes of a module's classes."""
-    classes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
-    return {module.dotted(base).rpartition(".")[0] for kind in classes for base in kind.bases}
-
-
-def assignments() -> list[Reach]:
+def assigned(module: Module, node: ast.AST) -> list[str]:
     """Attributes of the dependencies' modules, classes and objects that are set."""
-    found = []
-    for module, scope, node in all_nodes():
-        target = _assigned(module, node)
-        public = target.startswith(SWITCHES) or any(f".{kind}." in target for kind in SETTINGS)
-        if is_foreign(target) and not public:
-            found.append(Reach(module.name, node.lineno, scope, target))  # type: ignore[attr-defined]
-    return found
+    match node:
+        case ast.Attribute(ctx=ast.Store() | ast.Del()):
+            target = module.dotted(node)
+        case ast.Call(func=ast.Name(id="setattr"), args=[owner, *_]):
+            target = module.dotted(owner)
+        case _:
+            return []
+    is_public = target.startswith(SWITCHES) or any(f".{kind}." in target for kind in SETTINGS)
+    return [target] if is_foreign(target) and not is_public else []
 
 
-def _assigned(module: Module, node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
-        return module.dotted(node)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
-        return module.dotted(node.args[0])
-    return ""
-
-
-def private_names() -> list[Reach]:
+def private_names(module: Module, node: ast.AST) -> list[str]:
     """Private names that are imported, or read of what is not defined in the same module.
 
     What a class inherits from a class of this project counts as its own.
     """
-    found = []
-    defined = {module.name: module.own for module in modules()}
-    inherited = {
-        module.name: set().union(*(defined.get(base, set()) for base in modules_of_bases(module)))
-        for module in modules()
-    }
-    for module, scope, node in all_nodes():
-        target = _private_name(module, node, inherited[module.name])
-        if target and target not in OTHERS:
-            found.append(Reach(module.name, node.lineno, scope, target))  # type: ignore[attr-defined]
-    return found
+    match node:
+        case ast.ImportFrom(module=str(origin), names=names) if is_foreign(origin):
+            imported = [each.name for each in names]
+            if not any(map(is_private, origin.split("."))):
+                imported = list(filter(is_private, imported))
+            return [f"{origin}.{name}" for name in imported]
+        case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name) if name in module.inherited:
+            return []
+        case ast.Attribute(attr=name) if is_private(name) and name not in module.own | OTHERS.keys():
+            known = module.dotted(node) or name
+            return [known] if is_foreign(known) or known == name else []
+    return []
 
 
-def _private_name(module: Module, node: ast.AST, inherited: set[str]) -> str:
-    if isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
-        names = [name.name for name in node.names]
-        if not any(map(is_private, node.module.split("."))):
-            names = list(filter(is_private, names))
-        return f"{node.module}.{names[0]}" if names else ""
-    if not isinstance(node, ast.Attribute) or not is_private(node.attr) or node.attr in module.own:
-        return ""
-    if is_self(node.value) and node.attr in inherited:
-        return ""
-    known = module.dotted(node)
-    return known if is_foreign(known) else "" if known else node.attr
-
-
-def silenced() -> list[Reach]:
-    """Modules that filter warnings, or set the level of a logger."""
-    return [
-        Reach(module.name, node.lineno, scope, node.attr)
-        for module, scope, node in all_nodes()
-        if isinstance(node, ast.Attribute) and node.attr in ("filterwarnings", "setLevel")
-    ]
+def silenced(module: Module, node: ast.AST) -> list[str]:
+    """Filters of warnings, and levels of loggers that are set."""
+    is_filter = isinstance(node, ast.Attribute) and node.attr in ("filterwarnings", "setLevel")
+    return [node.attr] if is_filter and module.name.startswith("megatron_vl") else []

@@ -5,17 +5,19 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import pkgutil
 import re
 import tomllib
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.core_fixes.core_version import (
@@ -24,18 +26,20 @@ from megatron_vl.core_fixes.core_version import (
     CoreVersionError,
     check_core_version,
 )
+from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
 from megatron_vl.core_fixes.silenced_messages import IGNORED_WARNINGS, QUIET_LOGGERS
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.platform import get_platform
 from megatron_vl.training.resolve import resolve_run
 from tests.core_fixes import scan
-from tests.core_fixes.programs import nodes_of_experts
+from tests.support.expert_config import expert_config
 from tests.support.ranks import call, in_ranks
 from tests.support.tiny_trainer import join
 
 REGISTER = tomllib.loads((scan.ROOT / "megatron_vl/core_fixes/register.toml").read_text())
 FIXES: dict[str, dict[str, Any]] = {fix["code"]: fix for fix in REGISTER["fix"]}
 PUBLIC_BASE_CLASSES = REGISTER["public_base_classes"]
+SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
 
 
 # --- Entries are true
@@ -67,33 +71,19 @@ def installed(target: str) -> bool:
 
 def exists(target: str) -> bool:
     """Whether a dotted name is a module, or something in one; attributes that objects get count as well."""
-    parts = target.split(".")
-    for split in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module(".".join(parts[:split]))
-        except ModuleNotFoundError:
-            continue
-        return all_there(found, parts[split:])
-    return False
-
-
-def all_there(found: Any, names: list[str]) -> bool:
-    for name in names:
-        if not hasattr(found, name):
-            return inspect.isclass(found) and any(sets(kind, name) for kind in found.__mro__)
-        found = getattr(found, name)
-    return True
+    try:
+        pkgutil.resolve_name(target)
+        return True
+    except (AttributeError, ImportError):
+        owner, _, name = target.rpartition(".")
+        found = pkgutil.resolve_name(owner)
+        return inspect.isclass(found) and any(sets(kind, name) for kind in found.__mro__[:-1])
 
 
 def sets(kind: type, name: str) -> bool:
     """Whether objects of a class get an attribute of this name."""
-    if name in vars(kind).get("__annotations__", ()):
-        return True
-    try:
-        source = inspect.getsource(kind)
-    except (OSError, TypeError):
-        return False
-    return re.search(rf"\bself\.{name}\b[^=\n]*=", source) is not None
+    in_init = rf"\bself\.{name}\b[^=\n]*="
+    return name in vars(kind).get("__annotations__", ()) or bool(re.search(in_init, inspect.getsource(kind)))
 
 
 def test_register_entry_names_its_thread_or_has_a_report_to_file() -> None:
@@ -102,9 +92,6 @@ def test_register_entry_names_its_thread_or_has_a_report_to_file() -> None:
     assert named == {code for code, fix in FIXES.items() if "issue" not in fix}
     threads = [fix["issue"] for fix in FIXES.values() if "issue" in fix]
     assert all(re.fullmatch(r"[\w-]+/[\w-]+#\d+", thread) for thread in threads)
-
-
-def test_entries_are_unique() -> None:
     assert len(FIXES) == len(REGISTER["fix"]) and not FIXES.keys() & PUBLIC_BASE_CLASSES.keys()
     assert REGISTER["versions"]["megatron-core"] == TESTED_CORE_VERSIONS[-1]
 
@@ -112,102 +99,115 @@ def test_entries_are_unique() -> None:
 # --- None is missing
 
 
-def touched_by(module: str) -> list[str]:
-    """What the entries of a module touch."""
-    return [name for code, fix in FIXES.items() if code.startswith(f"{module}:") for name in fix["touches"]]
+def unlisted(reaches: list[scan.Reach]) -> list[str]:
+    """Those that no entry of the same module names. Classes may be named where they are defined instead of
+    where they are imported from; of an object that is not known, the attribute counts."""
+    listed = [(code.partition(":")[0], name.split(".")) for code in FIXES for name in FIXES[code]["touches"]]
 
+    def is_listed(reach: scan.Reach) -> bool:
+        end = reach.target.split(".")[-2:]
+        return any(module == reach.module and parts[-len(end) :] == end for module, parts in listed)
 
-def is_touched(reach: scan.Reach) -> bool:
-    """Whether an entry of the same module names the target. Classes may be named where they are defined
-    instead of where they are imported from; of an object that is not known, the attribute counts."""
-    names = 2 if "." in reach.target else 1
-    end = reach.target.split(".")[-names:]
-    touched = touched_by(reach.module)
-    return reach.target in touched or any(target.split(".")[-names:] == end for target in touched)
+    return [str(reach) for reach in reaches if not is_listed(reach)]
 
 
 def test_register_has_every_subclass() -> None:
-    found = {f"{reach.module}:{reach.scope}": str(reach) for reach in scan.subclasses()}
+    found = {f"{reach.module}:{reach.scope}": str(reach) for reach in scan.reaches(scan.foreign_bases)}
     assert len(found) >= 14
     known = FIXES.keys() | PUBLIC_BASE_CLASSES.keys()
     assert {text for place, text in found.items() if place not in known} == set()
     assert PUBLIC_BASE_CLASSES.keys() <= found.keys()
 
 
-def test_register_has_every_replaced_attribute() -> None:
-    found = scan.assignments()
-    assert {"torch.compile", "megatron.core.parallel_state.create_group"} <= {r.target for r in found}
-    assert [str(reach) for reach in found if not is_touched(reach)] == []
-
-
-def test_register_has_every_private_name() -> None:
-    found = scan.private_names()
-    assert len(found) > 8
-    assert [str(reach) for reach in found if not is_touched(reach)] == []
+def test_register_has_every_replaced_attribute_and_private_name() -> None:
+    replaced, private = scan.reaches(scan.assigned), scan.reaches(scan.private_names)
+    assert {"torch.compile", "megatron.core.parallel_state.create_group"} <= {r.target for r in replaced}
+    assert len(private) > 8 and unlisted(replaced + private) == []
 
 
 def test_register_has_every_filter() -> None:
     """Of warnings and of loggers; ``toolkit`` and ``tests`` may silence what they start."""
-    found = [reach for reach in scan.silenced() if reach.module.startswith("megatron_vl")]
-    assert found
-    assert [str(reach) for reach in found if not touched_by(reach.module)] == []
+    modules = {reach.module for reach in scan.reaches(scan.silenced)}
+    assert modules and modules <= {code.partition(":")[0] for code in FIXES}
 
 
 # --- Versions
 
 
-@pytest.fixture
-def core_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``core_is(version)``: what the installed Megatron-core says it is; empty: it is not installed."""
+def test_core_of_an_unknown_version_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run and by a platform, unless a variable lets it through."""
+    from megatron_vl import platform
 
-    def set_version(number: str) -> None:
-        def version(package: str) -> str:
-            if not number:
-                raise importlib.metadata.PackageNotFoundError(package)
-            return number
-
-        monkeypatch.setattr("megatron_vl.core_fixes.core_version.version", version)
-
+    version = Mock(return_value=TESTED_CORE_VERSIONS[-1])
+    monkeypatch.setattr("megatron_vl.core_fixes.core_version.version", version)
+    monkeypatch.setattr(platform, "_process_platform", None)
     monkeypatch.delenv(UNTESTED_CORE_VARIABLE, raising=False)
-    return set_version
-
-
-def test_core_of_an_unknown_version_is_refused(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
-    core_is(TESTED_CORE_VERSIONS[-1])
     check_core_version()
-    core_is("")
-    with pytest.raises(CoreVersionError, match="megatron-core is not installed; pip install"):
-        check_core_version()
-    core_is("99.1.0")
+    version.return_value = "99.1.0"
+    for refused in (lambda: resolve_run(TrainConfig(), 1), lambda: platform.get_platform("cpu")):
+        with pytest.raises(CoreVersionError):
+            refused()
+    assert platform._process_platform is None
     monkeypatch.setenv(UNTESTED_CORE_VARIABLE, "1")
     check_core_version()
     monkeypatch.setenv(UNTESTED_CORE_VARIABLE, "0")
     with pytest.raises(CoreVersionError, match=r"megatron-core 99\.1\.0 .*MEGATRON_VL_UNTESTED_CORE=1"):
         check_core_version()
-
-
-def test_run_and_a_platform_ask_for_the_version_first(core_is, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_vl import platform
-
-    core_is("99.1.0")
-    with pytest.raises(CoreVersionError):
-        resolve_run(TrainConfig(), 1)
-    monkeypatch.setattr(platform, "_process_platform", None)
-    with pytest.raises(CoreVersionError):
-        platform.get_platform("cpu")
-    assert platform._process_platform is None
+    version.side_effect = importlib.metadata.PackageNotFoundError("megatron-core")
+    with pytest.raises(CoreVersionError, match="megatron-core is not installed; pip install"):
+        check_core_version()
 
 
 # --- Fixes are there, and still needed
 
 
+class PlainGroupedLinear(nn.Module):
+    """What core asks of Transformer Engine's grouped linears, one product after another."""
+
+    def __init__(self, experts: int, features_in: int, features_out: int, **unused: object) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(features_out, features_in) for _ in range(experts))
+
+    def forward(self, x: Tensor, counts: list[int]) -> tuple[Tensor, None]:
+        parts = zip(x.split(counts), self.weights, strict=True)
+        return torch.cat([F.linear(rows, weight) for rows, weight in parts]), None
+
+
+def autograd_nodes(out: Tensor) -> list[str]:
+    found, left = [], [out.grad_fn]
+    while left:
+        if (node := left.pop()) is not None:
+            found.append(node.name())
+            left += [following for following, _ in node.next_functions]
+    return found
+
+
+def check_swiglu_of_experts() -> None:
+    get_platform("cpu")
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+
+    torch.manual_seed(0)
+    experts = TEGroupedMLP(
+        2,
+        expert_config(8, 6, 2, bias_activation_fusion=True),
+        submodules=GroupedMLPSubmodules(linear_fc1=PlainGroupedLinear, linear_fc2=PlainGroupedLinear),
+        pg_collection=SimpleNamespace(ep=None, expt_tp=None),
+    )
+    counts, x, probs = [3, 2], torch.randn(5, 8), torch.rand(5)
+    before = experts(x, torch.tensor(counts), probs)[0]
+    assert not any("_SwiGLU" in node for node in autograd_nodes(before))
+    use_fused_swiglu()
+    out = experts(x, torch.tensor(counts), probs)[0]
+    assert any(node.startswith("_SwiGLU") for node in autograd_nodes(out))
+    gate, up = experts.linear_fc1(x, counts)[0].chunk(2, -1)
+    expected = experts.linear_fc2(F.silu(gate) * up * probs[:, None], counts)[0]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.ranks
 def test_experts_take_our_swiglu() -> None:
     """Core's own experts, when Transformer Engine's linears compute them (FP8), run our kernel."""
-    out = call(nodes_of_experts, environment={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
-    assert not any("_SwiGLU" in node for node in out["before"])
-    assert any(node.startswith("_SwiGLU") for node in out["after"])
-    assert out["error"] < 1e-5
+    call(check_swiglu_of_experts, environment={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
 
 
 @pytest.mark.skipif(
@@ -224,8 +224,7 @@ def test_fusion_of_weight_gradients_needs_apex_in_core() -> None:
 
     mpu.initialize_model_parallel()
     model_parallel_cuda_manual_seed(0)
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    config = TransformerConfig(**sizes, gradient_accumulation_fusion=True)
+    config = TransformerConfig(**SIZES, gradient_accumulation_fusion=True)
     with pytest.raises(RuntimeError, match="install APEX"):
         ColumnParallelLinear(8, 8, config=config, init_method=config.init_method)
 
@@ -252,26 +251,22 @@ def test_core_brings_counts_of_experts_to_the_host() -> None:
     # Nothing moves where there is no device.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, *_, **__: moved.append(tensor) or tensor
     counts = torch.tensor([3, 2])
-    for kind, does_move in (
-        (token_dispatcher.MoEAlltoAllTokenDispatcher, True),
-        (DeviceCountsDispatcher, False),
-    ):
+    for kind in (token_dispatcher.MoEAlltoAllTokenDispatcher, DeviceCountsDispatcher):
         moved.clear()
         dispatcher = kind.__new__(kind)
         fields = dict.fromkeys(("input_splits", "output_splits", "output_splits_tp", "num_out_tokens"))
         fields |= {"drop_and_pad": False, "cuda_dtoh_point": "here", "cuda_sync_point": "later"}
         vars(dispatcher).update(fields, cuda_dtoh_stream=torch.cuda.Stream(), num_local_experts=1)
         assert dispatcher._maybe_dtoh_and_synchronize("here", counts) is counts
-        assert any(tensor is counts for tensor in moved) == does_move
+        assert any(tensor is counts for tensor in moved) == (kind is not DeviceCountsDispatcher)
 
 
 def test_cores_packed_rotary_waits_for_the_host() -> None:
     """Tensors without data can be computed with as long as nobody reads them."""
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
-    config: Any = SimpleNamespace(
-        apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False
-    )
+    switches = ("apply_rope_fusion", "rotary_interleaved", "multi_latent_attention")
+    config: Any = SimpleNamespace(**dict.fromkeys(switches, False))
     group: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     query, angles = torch.empty(8, 1, 2, 4, device="meta"), torch.empty(8, 1, 1, 4, device="meta")
     bounds = torch.empty(3, dtype=torch.int32, device="meta")
@@ -287,31 +282,19 @@ def test_cores_norm_refuses_sequence_parallelism() -> None:
 
     from megatron_vl.models.layer_specs import local_norm_class
 
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=2,
-        normalization="RMSNorm",
-        tensor_model_parallel_size=2,
-        sequence_parallel=True,
-    )
+    two_ranks = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    config = TransformerConfig(**SIZES, **two_ranks, normalization="RMSNorm")
     with pytest.raises(AssertionError, match="sequence parallel"):
         WrappedTorchNorm(config, 8)
     norm = local_norm_class(config)(config=config, hidden_size=8)
     assert norm.weight.sequence_parallel
 
 
-def sources_of(package: str) -> str:
-    """The source text of an installed package."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None and spec.submodule_search_locations
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    return "\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob("*.py")))
-
-
 def test_silenced_warnings_are_those_that_core_still_writes() -> None:
     """By the source of core; the last sentence of torch's is in its compiled part."""
-    text = re.sub(r'"\s*f?"', "", sources_of("megatron.core")).replace("{world_size}", "1")
+    folder = Path(importlib.import_module("megatron.core").__path__[0])
+    text = "\n".join(path.read_text(errors="replace") for path in sorted(folder.rglob("*.py")))
+    text = re.sub(r'"\s*f?"', "", text).replace("{world_size}", "1")
     missing = [pattern for pattern in IGNORED_WARNINGS if not re.search(pattern.strip(".*"), text)]
     assert missing == [".*attribute of a Tensor that is not a leaf.*"]
     with warnings.catch_warnings(record=True) as said:

@@ -13,7 +13,7 @@ import torch
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
-from tests.data.datasets import converted, turns
+from tests.data.datasets import converted
 from tests.data.mixtures import talk, write
 from tests.data.pair_tars import index, write_pair_tars
 from tests.data.test_documents import documents
@@ -132,24 +132,3 @@ def test_documents_pairs_and_conversations_survive_changes_of_layout(tmp_path: P
     assert {name: line[name] for name in line if "_seen" in name} == {
         name: value for name, value in metrics(tmp_path / "whole")[-1].items() if "_seen" in name
     }
-
-
-def test_each_part_of_a_cut_record_is_trained_on_once_through_stops(tmp_path: Path) -> None:
-    """Stops between the parts of a document with images and of a conversation change no loss of a pass."""
-    prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), samples=4)
-    exchanges = [turn for words in (15, 4, 12, 8, 13) for turn in turns(words)]
-    records = [{"conversations": exchanges, "system": "No."}, *documents(tmp_path)[1:5]]
-    path = converted(tmp_path, records)[0]
-    index_datasets(DataConfig(path=str(path)), read_spec(prepared["hf"]), prepared["hf"])
-    options = [*PARTS, "--data.path", str(path), "--epochs", "1", "--steps", "0"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    starts = [(run, ["--stop_after", "2"]), (run, ["--stop_after", "3"]), (run, []), (whole, [])]
-    trainings(prepared, *((folder, [*options, *stop]) for folder, stop in starts))
-    wanted = samples(whole)
-    for step in (2, 3):
-        is_before = {(key[:9], number <= step) for number, keys in wanted.items() for key in keys}
-        assert {(f"00000000{i}", when) for i in (0, 1, 2, 4) for when in (True, False)} <= is_before
-    parts = {"000000000": 5, "000000001": 3, "000000002": 3, "000000003": 5, "000000004": 4}
-    once = [f"{key}#{part}" for key, count in parts.items() for part in range(1, count + 1)]
-    assert sorted(sum(samples(run).values(), [])) == once and samples(run) == wanted
-    assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(whole)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.models import build
-from megatron_vl.models.attention import PackedAttention, choose_backend
 from megatron_vl.models.context_parallel import heads_for_tokens
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import attention_heads, make_layout, read_layout
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.rows.row_message import make_device_row, serialize_row, unpack_tensors
 from megatron_vl.training.rows.row_shards import RowSharding, complete_part, cut_text
-from megatron_vl.training.trainer import Trainer
 from tests.parity.cases import THREE_HEADS
 from tests.support.ranks import in_ranks
 from tests.support.tiny_trainer import differences, load, save, trainer_of
@@ -82,19 +81,10 @@ def test_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, tmp_path:
 
 
 class HostReads(TorchDispatchMode):
-    """Records operators for whose result the host would have to wait for a GPU.
+    """Records operators for whose result the host would have to wait for a GPU; ``tolist`` of a CPU tensor is
+    no operator."""
 
-    ``tolist`` of a CPU tensor is not among them, because it is no operator there.
-    """
-
-    READING = (
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "unique_dim",
-        "unique_consecutive",
-    )
+    READING = "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive".split()
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,24 +132,22 @@ def test_heads_that_are_checked_are_those_that_a_rank_computes(tp: int, monkeypa
     heads begins with one of them."""
     monkeypatch.setattr("megatron_vl.models.context_parallel.all_to_all", lambda group, heads: heads)
     layouts, changed = 0, set()
-    for path in sorted(Path("tests/hf_configs").glob("*.json")):
+    for path, cp in itertools.product(sorted(Path("tests/hf_configs").glob("*.json")), (1, 2, 3, 4, 6, 8)):
         spec = read_spec(path)
         language = spec.language
-        for cp in (1, 2, 3, 4, 6, 8):
-            try:
-                layout = make_layout(spec, tp=tp, cp=cp)
-            except LayoutError:
-                continue
-            rank_heads = (language.num_heads // tp, *[max(1, language.num_kv_heads // tp)] * 2)
-            tensors = [torch.empty(layout.head_ranks, heads, 8, device="meta") for heads in rank_heads]
-            if layout.head_ranks > 1:
-                group: Any = SimpleNamespace(size=lambda ranks=layout.head_ranks: ranks)
-                tensors = list(heads_for_tokens(*tensors, group))
-            heads = attention_heads(spec, layout)
-            assert heads == (tensors[0].shape[1], tensors[1].shape[1]), (path.stem, tp, cp)
-            layouts += 1
-            if heads[0] * language.num_kv_heads != heads[1] * language.num_heads:
-                changed.add((path.stem, cp))
+        try:
+            layout = make_layout(spec, tp=tp, cp=cp)
+        except LayoutError:
+            continue
+        rank_heads = (language.num_heads // tp, *[max(1, language.num_kv_heads // tp)] * 2)
+        tensors = [torch.empty(layout.head_ranks, heads, 8, device="meta") for heads in rank_heads]
+        if layout.head_ranks > 1:
+            tensors = list(heads_for_tokens(*tensors, SimpleNamespace(size=lambda n=layout.head_ranks: n)))
+        heads = attention_heads(spec, layout)
+        assert heads == (tensors[0].shape[1], tensors[1].shape[1]), (path.stem, tp, cp)
+        layouts += 1
+        if heads[0] * language.num_kv_heads != heads[1] * language.num_heads:
+            changed.add((path.stem, cp))
     assert layouts > 20
     assert tp > 2 or ("Qwen3.5-35B-A3B", 4) in changed
 
@@ -167,10 +155,8 @@ def test_heads_that_are_checked_are_those_that_a_rank_computes(tp: int, monkeypa
 @pytest.mark.parametrize("family", ["qwen3_vl"])
 @in_ranks(4)
 def test_kernels_are_checked_with_the_heads_that_attention_gets(hf, family: str) -> None:
-    """In ranks: two of four query heads share a key/value head, and where these are cut further, fewer do.
-
-    Where FlashAttention-4 is wrong on one rank, all take the next kernels, and a line says so.
-    """
+    """Two of four query heads share a key/value head, and where these are cut further, fewer do. Where
+    FlashAttention-4 is wrong on one rank, all take the next kernels, and a line says so."""
     checked: list[int] = []
 
     def is_wrong_on_rank_1(heads_per_group: int, *_: Any) -> bool:
@@ -184,36 +170,11 @@ def test_kernels_are_checked_with_the_heads_that_attention_gets(hf, family: str)
     )
     for layout, heads_per_group in (({}, 2), ({"tp": 4, "sequence_parallel": True}, 1), ({"cp": 4}, 1)):
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            trainer = trainer_of(hf, optimizer=False, **layout)
+            trainer_of(hf, optimizer=False, **layout)
         if dist.get_rank() == 0:
             assert "FlashAttention-4 computes wrong gradients for heads of" in out.getvalue()
             assert out.getvalue().endswith("the language model takes sdpa instead\n")
-
-        computed: list[int] = []
-        for attention in causal_attentions(trainer):
-            attention.backend_function = _counting_heads(attention.backend_function, computed)
-        samples = draw_samples([["text"]] * trainer.grid.dp, trainer.spec, 0)
-        trainer.model_chunks[0].module(pack_step(trainer, samples).rows[0])
-        assert {*computed} == {checked[-1]} == {heads_per_group}, layout
-
-
-def causal_attentions(trainer: Trainer) -> list[PackedAttention]:
-    modules = trainer.model_chunks[0].modules()
-    return [module for module in modules if isinstance(module, PackedAttention) and module.causal]
-
-
-def _counting_heads(backend: Any, computed: list[int]) -> Any:
-    def attend(query: Tensor, key: Tensor, *args: Any) -> Tensor:
-        computed.append(query.shape[1] // key.shape[1])
-        return backend(query, key, *args)
-
-    return attend
-
-
-def test_transformer_engine_does_not_gather_keys() -> None:
-    attention: dict[str, Any] = {"platform": "cuda", "head_dim": 128, "causal": True}
-    assert choose_backend("auto", **attention) == "te"
-    assert choose_backend("auto", **attention, gathers_keys=True) == "torch_varlen"
+        assert checked.pop() == heads_per_group and not checked, layout
 
 
 def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:

@@ -46,7 +46,9 @@ PROGRAM = "megatron_vl.train: "
 SECONDS = 20
 """Limit between the ends of the first and the last rank on a busy machine; a rank waits five until all have
 read the message."""
-PP2 = ["--parallel.pp", "2", "--parallel.layers", "[1,3]"]
+
+
+COPIED = ("weights", "data", "peft", "lora")
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +56,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     """The second half of 48 samples in 4 shards does not fit into a row."""
     folder = tmp_path_factory.mktemp("failures")
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
-    records = []
-    for length in [3] * 24 + [300] * 24:
-        turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "word " * length}]
-        records.append({"conversations": turns})
+    question = {"from": "human", "value": "Hello?"}
+    answers = [{"from": "gpt", "value": "word " * length} for length in [3] * 24 + [300] * 24]
+    records = [{"conversations": [question, answer]} for answer in answers]
     for name, chosen, validation in (("half", records, 0.0), ("data", records[:24], 0.5)):
         (folder / f"{name}.json").write_text(json.dumps(chosen))
         options = ConversionOptions(
@@ -68,8 +69,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     convert_weights(hf, folder / "weights", {"tp": 1, "pp": 4})
     peft_folder(folder / "peft", hf, target_modules=["q_proj"])
     convert_adapter(folder / "peft", hf, folder / "lora")
-    names = ("weights", "data", "half", "peft", "lora")
-    return {"hf": hf, "folder": folder} | {name: folder / name for name in names}
+    return {"hf": hf, "folder": folder} | {name: folder / name for name in (*COPIED, "half")}
 
 
 def one_message(ended: list[Ended]) -> str:
@@ -82,36 +82,9 @@ def one_message(ended: list[Ended]) -> str:
     return messages.pop()
 
 
-def fail_beside_waiting_ranks(folder: Path) -> None:
-    """The last rank fails while the others wait in native code with the lock of their store's connection, as
-    making a communicator does while a peer is missing; a thread of each still writes a file."""
-    init_distributed(get_platform("cpu"))
-    failures.watch_ranks()
-    dist.barrier()
-    if dist.get_rank() == dist.get_world_size() - 1:
-        time.sleep(1)
-        failures.print_failure_once(failures.report_failure(OSError("train-000007.tar: Input/output error")))
-        failures.exit_after_failure()
-
-    def write_slowly() -> None:
-        time.sleep(3)
-        (folder / f"written_{dist.get_rank()}").write_text("whole")
-
-    threading.Thread(target=write_slowly).start()
-    dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=600))
-
-
-@pytest.mark.ranks
-def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
-    message = one_message(run_apart(fail_beside_waiting_ranks, [tmp_path], 3))
-    assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
-    assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
-
-
-def watched(work: Callable[[], None], peer_timeout_s: float = 0) -> None:
-    """Does the work of one of two ranks that watch each other. A timeout of 0 is that of users."""
-    if peer_timeout_s:
-        failures._PEER_TIMEOUT_S = peer_timeout_s
+def watched(work: Callable[[], object], peer_timeout_s: float = 0) -> None:
+    """Does the work of one of the ranks, which watch each other. A timeout of 0 is that of users."""
+    failures._PEER_TIMEOUT_S = peer_timeout_s or failures._PEER_TIMEOUT_S
 
     def join_and_work() -> None:
         init_distributed(get_platform("cpu"))
@@ -122,6 +95,33 @@ def watched(work: Callable[[], None], peer_timeout_s: float = 0) -> None:
     sys.exit(run_rank(join_and_work))
 
 
+def write_slowly(path: Path) -> threading.Thread:
+    thread = threading.Thread(target=lambda: time.sleep(4) or path.write_text("whole"))
+    thread.start()
+    return thread
+
+
+def fail_beside_waiting_ranks(folder: Path) -> None:
+    """The last rank fails while the others wait in native code with the lock of their store's connection, as
+    making a communicator does while a peer is missing; a thread of each still writes a file."""
+
+    def work() -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(1)
+            raise OSError("train-000007.tar: Input/output error")
+        write_slowly(folder / f"written_{dist.get_rank()}")
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=600))
+
+    watched(work)
+
+
+@pytest.mark.ranks
+def test_ranks_that_wait_elsewhere_are_ended(tmp_path) -> None:
+    message = one_message(run_apart(fail_beside_waiting_ranks, [tmp_path], 3))
+    assert message == "megatron_vl.train: rank 2: train-000007.tar: Input/output error"
+    assert [(tmp_path / f"written_{rank}").read_text() for rank in range(2)] == ["whole", "whole"]
+
+
 def fail_while_peer_writes(path: Path) -> None:
     """The second rank fails while the first writes a checkpoint, which takes longer than its peers wait."""
 
@@ -129,9 +129,7 @@ def fail_while_peer_writes(path: Path) -> None:
         if dist.get_rank() == 1:
             time.sleep(0.5)
             raise OSError("train-7.tar: Input/output error")
-        thread = threading.Thread(target=lambda: time.sleep(4) or path.write_text("whole"))
-        thread.start()
-        thread.join()  # as the loop waits for it
+        write_slowly(path).join()  # as the loop waits for it
         time.sleep(600)
 
     watched(work, 1.5)
@@ -191,14 +189,11 @@ def test_error_stays_the_reported_one_when_the_log_cannot_be_closed(monkeypatch)
     """The others know of it before anything is closed, as that may take a while."""
     order: list[str] = []
 
-    def report(error: Exception) -> None:
-        order.append(f"reported {error}")
-
     def close(has_failed: bool) -> None:
         order.append("closed")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(failures, "report_failure", report)
+    monkeypatch.setattr(failures, "report_failure", lambda error: order.append(f"reported {error}"))
     resolved_run = SimpleNamespace(config=None, spec=None, layout=None, last_step=1)
 
     def failing_trainer() -> Trainer:
@@ -219,8 +214,7 @@ def test_error_stays_the_reported_one_when_the_log_cannot_be_closed(monkeypatch)
 @pytest.mark.ranks
 def test_samples_that_do_not_fit_end_all_replicas(prepared, tmp_path) -> None:
     half = ["--data.path", str(prepared["half"]), "--data.shuffle", "false"]
-    words = options_of(prepared, tmp_path / "run", *PP2, *half)
-    ended = run_apart("megatron_vl.train", words, 4)
+    ended = run_apart("megatron_vl.train", options_of(prepared, tmp_path / "run", *half), 2)
     assert f"the sizes of the samples of {prepared['half']} are not known" in ended[0].stdout
     message = one_message(ended)
     assert "96 of 104 samples could not be used" in message and "longer than seq_len" in message
@@ -243,7 +237,7 @@ def nodes(prepared, folder: Path) -> dict[int, Path]:
     """Two working folders with the same files, as nodes with copies on their own disks."""
     folders = {rank: folder / f"node_{rank}" for rank in range(2)}
     for node in folders.values():
-        for name in ("hf", "weights", "data", "peft", "lora"):
+        for name in ("hf", *COPIED):
             shutil.copytree(prepared[name], node / name)
     return folders
 
@@ -292,13 +286,11 @@ def test_run_rejects_other_files_under_the_same_path(prepared, tmp_path, monkeyp
         check_same_files(resolved_run, owns_loader)
 
     change(folders[1] / name)
-    refused = pytest.raises(
-        RunConfigError, match=rf"^{socket.gethostname()}: {re.escape(name)} is not as rank 0 reads it"
-    )
-    with refused:
-        check_same_files(resolved_run, True)
-    with refused if all_read else contextlib.nullcontext():
-        check_same_files(resolved_run, False)
+    message = rf"^{socket.gethostname()}: {re.escape(name)} is not as rank 0 reads it"
+    for owns_loader in (True, False):
+        is_refused = owns_loader or all_read
+        with pytest.raises(RunConfigError, match=message) if is_refused else contextlib.nullcontext():
+            check_same_files(resolved_run, owns_loader)
 
 
 @pytest.mark.ranks

@@ -10,8 +10,8 @@ import random
 import re
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -49,40 +49,22 @@ def numbers(run: Path) -> dict[int, list]:
     return {line["step"]: [line[name] for name in EXACT] for line in metrics(run)}
 
 
-@dataclass
-class Ended:
-    codes: list[int]
-    stdout: str
-    stderr: str
-    seconds: float
-    """From the fault to the end of the last rank."""
-    message: str
-    """The one line that says why."""
-    during_save: bool
+def disturb(prepared, run: Path, fault, rank, step, moment, *options: str, num_ranks=4) -> SimpleNamespace:
+    """Starts the run, or goes on with it, until something happens to a rank after ``step`` more steps.
 
-
-def disturb(
-    prepared: dict[str, Path],
-    run: Path,
-    fault: str,
-    rank: int,
-    step: int,
-    moment: str,
-    *options: str,
-    num_ranks: int = 4,
-) -> Ended:
-    """Starts the run, or goes on with it, until something happens to a rank after ``step`` more steps."""
+    Returns the exit codes, what was written, the one line that says why, the seconds from the fault to the
+    end of the last rank, and whether it came during a save.
+    """
     run.mkdir(exist_ok=True)
     words = [fault, rank, step, moment, *options_of(prepared, run, *OPTIONS, *options, steps=STEPS)]
     done = ranks.run_apart("tests.support.faulty_rank", words, num_ranks, one_node=True)
-    ended = time.time()
-    codes = [rank.code for rank in done]
-    stderr = "".join(rank.stderr for rank in done)
+    ended = SimpleNamespace(codes=[rank.code for rank in done], stdout=done[0].stdout)
+    ended.stderr = "".join(rank.stderr for rank in done)
     told = json.loads((run / "fault.json").read_text())
-    messages = [line for line in stderr.splitlines() if line.startswith("megatron_vl.train: ")]
-    assert len(messages) == 1, stderr
+    ended.seconds, ended.during_save = time.time() - told["at"], told["saving"]
+    [ended.message] = [line for line in ended.stderr.splitlines() if line.startswith("megatron_vl.train: ")]
     nothing_is_left(told["children"])
-    return Ended(codes, done[0].stdout, stderr, ended - told["at"], messages[0], told["saving"])
+    return ended
 
 
 def nothing_is_left(children: list[int]) -> None:
@@ -97,7 +79,7 @@ def nothing_is_left(children: list[int]) -> None:
 
 
 def last_is_good(run: Path) -> int:
-    """The step that latest.json names, all of whose files are what was written."""
+    """The latest step, all of whose files are what was written."""
     good = find_latest_checkpoint(run)
     assert good is not None and verify_checkpoint(good.path) == []
     return good.step
@@ -123,9 +105,7 @@ def test_run_after_a_kill_a_stop_and_a_lack_of_memory_is_the_undisturbed_one(
     ended = disturb(prepared, run, "stop", 1, 2, "step")
     assert f"resumed at step {first} " in ended.stdout
     assert ended.codes == [1, -signal.SIGKILL, 1, 1] and TIMEOUT_S < ended.seconds < HANG_S, ended
-    assert re.search("train: rank 1 " + WHERE.format(tp=1, pp=0) + "no sign of life for", ended.message), (
-        ended
-    )
+    assert re.search("train: rank 1 " + WHERE.format(tp=1, pp=0) + "no sign of life for", ended.message)
     assert "its state is 'stopped'" in ended.message and "raise failures.timeout_s (8;" in ended.message
     second = last_is_good(run)
     assert second >= first
@@ -140,16 +120,13 @@ def test_run_after_a_kill_a_stop_and_a_lack_of_memory_is_the_undisturbed_one(
 
 
 @pytest.mark.full
-def test_death_or_stop_of_the_first_rank_ends_the_others(prepared: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "seconds"), [("kill", DEAD_S), ("stop", HANG_S)])
+def test_death_or_stop_of_the_first_rank_ends_the_others(prepared, tmp_path: Path, fault, seconds) -> None:
     """The others listen to it as it listens to them; with it the store is gone."""
-    ended = disturb(prepared, tmp_path / "kill", "kill", 0, 3, "step")
-    assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < DEAD_S, ended
-    assert "train: rank 0 (tp 0, pp 0, dp 0; step" in ended.message and "ended without" in ended.message
-
-    ended = disturb(prepared, tmp_path / "stop", "stop", 0, 3, "step")
-    assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < HANG_S, ended
+    ended = disturb(prepared, tmp_path / "run", fault, 0, 3, "step")
+    assert ended.codes == [-signal.SIGKILL, 1, 1, 1] and ended.seconds < seconds, ended
     assert "train: rank 0 (tp 0, pp 0, dp 0; step" in ended.message
-    assert "no sign of life for" in ended.message
+    assert ("ended without" if fault == "kill" else "no sign of life for") in ended.message
 
 
 def test_hanging_loader_is_named_and_ended(prepared: dict[str, Path], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,19 +23,9 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.system.durable_files import drop_incomplete_line
 from megatron_vl.system.processes import own_process
 from megatron_vl.training.run_messages import end_summary
-from megatron_vl.training.state.keep import (
-    EVALUATIONS_FILE,
-    OWNER_FILE,
-    best_steps,
-    check_free_space,
-    last_good_text,
-    lock_run_dir,
-    read_owner,
-    read_validations,
-    unlock_run_dir,
-)
+from megatron_vl.training.state import keep
 from megatron_vl.training.state.save import CheckpointSaver
-from megatron_vl.weights.run_folder import CheckpointError
+from megatron_vl.weights.run_folder import CheckpointError, step_dir_path
 from tests.support.tiny_run import metrics, options_of, trainings
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.cli import main
@@ -51,32 +42,24 @@ def steps_in(run: Path) -> list[int]:
 def test_skipped_steps_delete_no_good_checkpoint(prepared: dict[str, Path], tmp_path: Path) -> None:
     """Step 3 spoils the weights and is saved. What follows is skipped, and only step 2 is of use."""
     run = tmp_path / "run"
-    good, stopped = trainings(
-        prepared, (run, [*QUICK, "--stop_after", "2"]), (run, [*QUICK, "--optimizer.lr", "1e30"])
-    )
+    starts = (["--stop_after", "2"], ["--optimizer.lr", "1e30"])
+    good, stopped = trainings(prepared, *((run, [*QUICK, *options]) for options in starts))
     assert f"checkpoints in {run}: [2]\n" in good
     assert "3 consecutive steps (last: 6) had a loss or gradient that was not finite" in stopped
     assert steps_in(run) == [2, 3, 4, 5] and verify_checkpoint(run / "step_00000002") == []
 
 
 @pytest.mark.ranks
-def test_run_of_the_tower_without_any_image_fails_at_its_end(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
-    tower_on_text = ["--model.freeze_language", "true", "--data.path", "synthetic:text", "--steps", "4"]
-    first_half = ["--stop_after", "2"]
-    run, quick = tmp_path / "run", ["--data.num_workers", "0"]
-    stopped, failed = trainings(
-        prepared, (run, [*quick, *tower_on_text, *first_half]), (run, [*quick, *tower_on_text])
-    )
+def test_run_of_the_tower_without_any_image_fails_at_its_end(prepared, tmp_path: Path) -> None:
+    tower_on_text = "--model.freeze_language true --data.path synthetic:text --steps 4 --data.num_workers 0"
+    starts = (f"{tower_on_text} --stop_after 2", tower_on_text)
+    stopped, failed = trainings(prepared, *((tmp_path / "run", options.split()) for options in starts))
     assert "trained 2 steps" in stopped and "nothing was trained" not in stopped
     assert "nothing was trained: in every step, every gradient is zero; parts of the vision tower" in failed
 
 
 @pytest.mark.ranks
-def test_records_that_a_kill_cut_off_are_made_up_at_the_next_start(
-    prepared: dict[str, Path], tmp_path: Path
-) -> None:
+def test_records_that_a_kill_cut_off_are_made_up_at_the_next_start(prepared, tmp_path: Path) -> None:
     """Killed during the last validation: the line of it is torn, as may be the other files' last lines."""
     run = tmp_path / "run"
     start = (run, [*QUICK, "--eval.interval", "2", "--log.samples", "true", "--steps", "4"])
@@ -127,15 +110,12 @@ def test_step_folder_that_is_a_link_loses_only_the_link(tmp_path: Path, capsys) 
     saver.note_step(is_updated=False)
     saver.delete_old_checkpoints()
     assert steps_in(run) == [2, 3], "a skipped step proves nothing"
-    saver.note_step(is_updated=True)
-    saver.wait_until_saved()
-    assert steps_in(run) == [3] and steps_in(disk) == [1, 2, 3] and capsys.readouterr().out == ""
-    saver.close()
+    assert clean(run, 1, saver) == [3] and steps_in(disk) == [1, 2, 3] and capsys.readouterr().out == ""
 
 
 def test_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
-    assert last_good_text(tmp_path) == "there is no earlier checkpoint"
-    (tmp_path / "step_00000004").mkdir()
+    assert keep.last_good_text(tmp_path) == "there is no earlier checkpoint"
+    save_steps(tmp_path, 4)
     saver = saver_of(tmp_path)
     saver.save_error = "checkpoint of step 6 could not be written: no space"
     with pytest.raises(CheckpointError, match="no space; the last good checkpoint is step 4"):
@@ -145,15 +125,14 @@ def test_failed_save_names_the_last_good_checkpoint(tmp_path: Path) -> None:
 
 def test_run_whose_folder_another_has_taken_saves_and_deletes_nothing(tmp_path: Path) -> None:
     saver = saver_of(tmp_path)
-    (tmp_path / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(ELSEWHERE)))
+    (tmp_path / keep.OWNER_FILE).write_text(json.dumps(dataclasses.asdict(ELSEWHERE)))
     taken = rf"another run \(process {ELSEWHERE.pid} on node7\) has begun to write to {tmp_path}, so this one"
     with pytest.raises(CheckpointError, match=taken):
         saver.start_save(lambda: pytest.fail("the other run's files are not touched"), 4)
-    for step in (2, 3):
-        (tmp_path / f"step_{step:08d}").mkdir()
+    save_steps(tmp_path, 2, 3)
     saver.note_step(is_updated=True)
     saver.wait_until_saved()
-    assert steps_in(tmp_path) == [2, 3] and read_owner(tmp_path) == ELSEWHERE
+    assert steps_in(tmp_path) == [2, 3] and keep.read_owner(tmp_path) == ELSEWHERE
 
     snapshot: Any = SimpleNamespace(step=2, optimizer_state=None)
     saver._write_snapshot(snapshot)
@@ -161,66 +140,59 @@ def test_run_whose_folder_another_has_taken_saves_and_deletes_nothing(tmp_path: 
     saver.close()
 
 
+def lock_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
+
+
 @pytest.mark.parametrize(
     "number, is_held",
     [(errno.EAGAIN, True), (errno.EACCES, True), (errno.ENOLCK, False), (errno.ENOSYS, False)],
 )
 def test_lock_is_taken_by_another_run_at_two_errors_only(tmp_path, monkeypatch, number, is_held) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    lock_fails(monkeypatch, number)
     if is_held:
         with pytest.raises(CheckpointError, match="another run .* is writing to"):
-            lock_run_dir(tmp_path)
-        assert read_owner(tmp_path) is None
+            keep.lock_run_dir(tmp_path)
     else:
-        unlock_run_dir(lock_run_dir(tmp_path))
-        assert read_owner(tmp_path) == own_process()
+        keep.unlock_run_dir(keep.lock_run_dir(tmp_path))
+    assert keep.read_owner(tmp_path) == (None if is_held else own_process())
 
 
 def test_living_owner_is_refused_and_dead_one_followed_without_locks(tmp_path, monkeypatch) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    def take_over_from(owner: Any, torn: str = "") -> bool:
+        (tmp_path / keep.OWNER_FILE).write_text(torn or json.dumps(dataclasses.asdict(owner)))
+        keep.unlock_run_dir(keep.lock_run_dir(tmp_path))
+        return keep.read_owner(tmp_path) == own_process()
 
-    def take_over_from(owner: Any) -> bool:
-        (tmp_path / OWNER_FILE).write_text(json.dumps(dataclasses.asdict(owner)))
-        unlock_run_dir(lock_run_dir(tmp_path))
-        return read_owner(tmp_path) == own_process()
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    lock_fails(monkeypatch, errno.ENOLCK)
     sleeper = subprocess.Popen(["sleep", "600"])
     alive = dataclasses.replace(own_process(), pid=sleeper.pid, start_time=time.time())
-    with pytest.raises(CheckpointError, match=f"another run \\(process {sleeper.pid} on .*\\) is writing to"):
+    with pytest.raises(CheckpointError, match=rf"another run \(process {sleeper.pid} on .*\) is writing to"):
         take_over_from(alive)
-    assert take_over_from(
-        dataclasses.replace(alive, start_time=alive.start_time - 60)
-    )  # its number is used again
+    assert take_over_from(dataclasses.replace(alive, start_time=time.time() - 60)), "its number is used again"
     sleeper.kill()
     time.sleep(0.2)
     assert take_over_from(alive), "killed, although nobody has waited for it"
     sleeper.wait()
     assert take_over_from(alive) and take_over_from(ELSEWHERE) and take_over_from(own_process())
-    (tmp_path / OWNER_FILE).write_text('{"host_na')  # torn by a power cut
-    unlock_run_dir(lock_run_dir(tmp_path))
-    assert read_owner(tmp_path) == own_process()
+    assert take_over_from(alive, '{"host_na'), "torn by a power cut"
 
 
 def evaluated(run: Path, *lines: tuple[int, float | None, str]) -> None:
     """Appends validations (step, loss, rows) as a run does."""
-    with (run / EVALUATIONS_FILE).open("a") as file:
+    with (run / keep.EVALUATIONS_FILE).open("a") as file:
         for step, loss, rows in lines:
             print(json.dumps({"step": step, "loss": loss, "seconds": 1.0, "rows": rows}), file=file)
 
 
 def save_steps(run: Path, *steps: int) -> None:
     for step in steps:
-        (run / f"step_{step:08d}").mkdir(parents=True, exist_ok=True)
+        step_dir_path(run, step).mkdir(parents=True, exist_ok=True)
 
 
-def clean(run: Path, keep: int) -> list[int]:
+def clean(run: Path, keep: int, saver: CheckpointSaver | None = None) -> list[int]:
     """Deletes old checkpoints as a start of a run does whose latest step was not skipped."""
-    saver = saver_of(run, keep)
+    saver = saver or saver_of(run, keep)
     saver.note_step(is_updated=True)
     saver.wait_until_saved()
     saver.close()
@@ -241,7 +213,7 @@ def test_best_checkpoint_stays_until_a_better_one_comes(tmp_path: Path) -> None:
 def test_losses_on_other_rows_are_not_compared(tmp_path: Path) -> None:
     save_steps(tmp_path, 10, 20, 30, 40)
     evaluated(tmp_path, (10, 0.5, "a"), (20, 0.6, "a"), (20, 5.0, "b"), (30, 6.0, "b"), (40, 7.0, "b"))
-    assert best_steps(tmp_path, [10, 20, 30, 40]) == {10, 20}
+    assert keep.best_steps(tmp_path, [10, 20, 30, 40]) == {10, 20}
     assert clean(tmp_path, keep=1) == [10, 20, 40]
 
 
@@ -249,11 +221,11 @@ def test_run_that_went_back_forgets_what_it_left(tmp_path: Path) -> None:
     """The user has deleted steps 30 and 40, and trained from step 20 on with other settings."""
     save_steps(tmp_path, 20, 30, 40)
     evaluated(tmp_path, (20, 2.0, "a"), (30, 0.1, "a"), (40, 0.2, "a"), (30, 1.9, "a"), (40, 3.0, "a"))
-    (tmp_path / EVALUATIONS_FILE).open("a").write('{"step": 50, "lo')  # torn by a kill
-    left = [(each.step, each.loss) for each in read_validations(tmp_path)]
+    (tmp_path / keep.EVALUATIONS_FILE).open("a").write('{"step": 50, "lo')  # torn by a kill
+    left = [(each.step, each.loss) for each in keep.read_validations(tmp_path)]
     assert left == [(20, 2.0), (30, 1.9), (40, 3.0)]
     assert clean(tmp_path, keep=1) == [30, 40]
-    assert read_validations(tmp_path / "none") == []
+    assert keep.read_validations(tmp_path / "none") == []
 
 
 @pytest.mark.ranks
@@ -264,7 +236,7 @@ def test_run_keeps_and_names_its_best_checkpoint(prepared: dict[str, Path], tmp_
     options += ["--data.num_workers", "0", "--optimizer.warmup_steps", "0", "--steps", "4"]
     spoilt = (run, [*options, "--optimizer.lr", "30"])
     first, second, third = trainings(prepared, (run, [*options, "--stop_after", "2"]), spoilt, spoilt)
-    losses = {each.step: each.loss for each in read_validations(run)}
+    losses = {each.step: each.loss for each in keep.read_validations(run)}
     assert list(losses) == [0, 1, 2, 3, 4] and losses[2] < losses[0] < min(losses[3], losses[4])
     assert steps_in(run) == [2, 4]
 
@@ -308,20 +280,20 @@ def test_disk_too_small_for_a_checkpoint_is_named_at_the_start(
     spec = read_spec(tiny_checkpoint())
     run = tmp_path / "new" / "run"
     config = TrainConfig(checkpoint=CheckpointConfig(dir=str(run), interval=10))
-    size, usage = checkpoint_bytes(config, spec), shutil.disk_usage(tmp_path)
+    size = checkpoint_bytes(config, spec)
 
     def free(number: float) -> None:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=int(number * size)))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(number * size)))
 
     free(0.9)
     with pytest.raises(RunConfigError, match=f"checkpoint.dir {run}: a checkpoint takes .* GB free; make"):
-        check_free_space(config, spec)
+        keep.check_free_space(config, spec)
     free(1.1)
-    check_free_space(config, spec)
-    check_free_space(TrainConfig(), spec)
+    keep.check_free_space(config, spec)
+    keep.check_free_space(TrainConfig(), spec)
     save_steps(run, 10, 20)
     free(0.9)  # a kill has left half a checkpoint, which this start deletes
     save_steps(run, 30)
     (run / "step_00000040.partial").mkdir()
     (run / "step_00000040.partial" / "data").write_bytes(bytes(size // 2))
-    check_free_space(config, spec)
+    keep.check_free_space(config, spec)

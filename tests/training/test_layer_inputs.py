@@ -118,34 +118,25 @@ def count_inputs_alive(chunk: Any, layers: list[TransformerLayer], row: Any) -> 
     return alive
 
 
-class LoggedStream:
-    """A stream that knows the layers that it has run, or waited for."""
+class Progress:
+    """A stream or an event, which knows the layers that it has run, or waited for."""
 
     def __init__(self, priority: int = 0) -> None:
-        self.finished_layers: set[int] = set()
+        self.layers: set[int] = set()
 
-    def wait_event(self, event: LoggedEvent) -> None:
-        self.finished_layers |= event.finished_layers
+    def take(self, other: Progress) -> None:
+        self.layers |= other.layers
 
-    def wait_stream(self, other: LoggedStream) -> None:
-        self.finished_layers |= other.finished_layers
-
-
-class LoggedEvent:
-    def __init__(self) -> None:
-        self.finished_layers: set[int] = set()
-
-    def record(self, stream: LoggedStream) -> None:
-        self.finished_layers = set(stream.finished_layers)
+    record = wait_event = wait_stream = take
 
 
 class KeptInput(torch.autograd.Function):
     """Keeps its input once its layer has run, as core's recompute does."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, stream: LoggedStream, layer: int) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, stream: Progress, layer: int) -> torch.Tensor:
         ctx.save_for_backward(hidden)
-        stream.finished_layers.add(layer)
+        stream.layers.add(layer)
         return hidden.clone()
 
     @staticmethod
@@ -153,10 +144,10 @@ class KeptInput(torch.autograd.Function):
         return gradient, None, None
 
 
-class LoggedBlock(torch.nn.Module):
+class Block(torch.nn.Module):
     """What :class:`LayerInputOffload` needs of a transformer block of four layers."""
 
-    def __init__(self, stream: LoggedStream, pre_process: bool) -> None:
+    def __init__(self, stream: Progress, pre_process: bool) -> None:
         super().__init__()
         self.stream, self.pre_process, self.layers = stream, pre_process, range(4)
 
@@ -169,22 +160,21 @@ class LoggedBlock(torch.nn.Module):
 @pytest.mark.parametrize("pre_process", [True, False])
 def test_copy_waits_for_the_layer_before(monkeypatch: pytest.MonkeyPatch, pre_process: bool) -> None:
     """Also in later pipeline stages, whose first kept input stays on the device."""
-    compute_stream = LoggedStream()
-    monkeypatch.setattr(torch.cuda, "Stream", LoggedStream)
-    monkeypatch.setattr(torch.cuda, "Event", LoggedEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute_stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    compute_stream = Progress()
+    faked = {"current_stream": lambda: compute_stream, "stream": lambda _: contextlib.nullcontext()}
+    for name, fake in (faked | {"Stream": Progress, "Event": Progress}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     waited_for: list[list[int]] = []
 
     offload = LayerInputOffload(SimpleNamespace(name="cpu"))  # type: ignore[arg-type]
     take_pieces = offload.take_pieces
 
     def logged_take_pieces(count: int) -> list[torch.Tensor]:
-        waited_for.append(sorted(offload.copy_stream.finished_layers))
+        waited_for.append(sorted(offload.copy_stream.layers))
         return take_pieces(count)
 
     monkeypatch.setattr(offload, "take_pieces", logged_take_pieces)
-    block = LoggedBlock(compute_stream, pre_process)
+    block = Block(compute_stream, pre_process)
     offload.follow(block)  # type: ignore[arg-type]
     block(torch.randn(4, 1, 8, requires_grad=True))
     assert waited_for == [[], [0], [0, 1], [0, 1, 2]][not pre_process :]

@@ -1,6 +1,5 @@
 """A printed line holds the numbers of all ranks; lists come from the ranks that have some, and only then."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from megatron_vl.training.report.metrics import MetricsLog, StepMetrics, busiest
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.step import NOT_FINITE, StepResult
 from tests.support.ranks import in_ranks
+from tests.support.tiny_run import metrics as read_lines
 from tests.support.tiny_trainer import gather, join
 
 
@@ -28,7 +28,7 @@ def counted_step(number: int, dp_rank: int) -> StepBatch:
         where = {"key": key, "shard": "train-000000.tar", "source": "", "data_set": data_set}
         return where | {"reason": reason, "detail": "why", "size": size}
 
-    keys, dropped = [[f"{dp_rank}.{number}.0"], [f"{dp_rank}.{number}.1"]], []
+    dropped: list[dict[str, Any]] = []
     if dp_rank == 0:
         counts, lengths, wait = {"samples": 3, "images": 2, "patches": 64}, [[10, 20], [7]], 0.25
         if number == 2:
@@ -40,12 +40,10 @@ def counted_step(number: int, dp_rank: int) -> StepBatch:
             counts |= {"dropped/no tokens": 3, "dropped/medium missing": 1, "dropped/longer than seq_len": 1}
             dropped = [sample("a", "no tokens"), sample("b", "no tokens"), sample("c", "medium missing")]
             dropped += [sample("a", "no tokens"), sample("a", "longer than seq_len", "charts", 90)]
-    names = "lengths", "keys", "dropped", "counts"
-    rows = zip(lengths, keys, (dropped, []), (counts, {}), strict=True)
-    headers = [dict(zip(names, row, strict=True)) for row in rows]
-    for header in headers:
-        header |= {"vision_lengths": ([], []), "loss_tokens": 5}
-    return StepBatch([], headers, wait)
+    first = {"lengths": lengths[0], "keys": [f"{dp_rank}.{number}.0"], "dropped": dropped, "counts": counts}
+    second = {"lengths": lengths[1], "keys": [f"{dp_rank}.{number}.1"], "dropped": [], "counts": {}}
+    common = {"vision_lengths": ([], []), "loss_tokens": 5}
+    return StepBatch([], [common | first, common | second], wait)
 
 
 @pytest.mark.parametrize("limit", [10_000, 1])
@@ -84,23 +82,22 @@ def test_line_adds_up_what_the_ranks_counted(hf, tmp_path: Path, limit: int) -> 
     problem = log.bad_sample_meter.stop_reason()
     assert len(set(gather(problem))) == 1 and "9 of 49 samples could not be used" in problem
     if limit > 1:
-        assert (
-            "1 longer than seq_len (source charts)" in problem and "; raise data.seq_len to 90 (" in problem
-        )
+        assert "1 longer than seq_len (source charts)" in problem
+        assert "; raise data.seq_len to 90 (" in problem
     store = dist.distributed_c10d._get_default_store()
     assert not any(store.check([f"megatron_vl/rank_0_gather/{number}/slots"]) for number in range(1, 5))
 
-    def jsonl(name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-
     if dist.get_rank() == 0:
-        assert [line["step"] for line in jsonl("metrics.jsonl")] == [1, 2, 4, 5]
-        listed = [(entry["step"], entry["key"], entry["reason"]) for entry in jsonl("quarantine.jsonl")]
+        assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 4, 5]
+        listed = [
+            (entry["step"], entry["key"], entry["reason"])
+            for entry in read_lines(tmp_path, "quarantine.jsonl")
+        ]
         a, b, c = ("a", "no tokens"), ("b", "no tokens"), ("c", "medium missing")
         d, long = ("d", "medium missing"), ("a", "longer than seq_len")
         each_once = [(2, *sample) for sample in (d, a, b, c, long)]
         assert listed == (each_once if limit > 1 else [(2, *d), (2, *a), (4, *b), (5, *c)])
-        rows = [entry["rows"] for entry in jsonl("samples.jsonl")]
+        rows = [entry["rows"] for entry in read_lines(tmp_path, "samples.jsonl")]
         assert rows[0] == [["0.1.0"], ["0.1.1"], ["1.1.0"], ["1.1.1"]] and len(rows[2]) == 8
 
 
@@ -130,9 +127,8 @@ def test_step_fits_in_100_characters(capsys) -> None:
 @in_ranks()
 def test_reduced_integers_stay_integers() -> None:
     device = join().device
-    total = StepMetrics(num_real_tokens=2**53 - 1, language_flops=0.1, data_wait_s=0.3).reduce_over_ranks(
-        device
-    )
+    metrics = StepMetrics(num_real_tokens=2**53 - 1, language_flops=0.1, data_wait_s=0.3)
+    total = metrics.reduce_over_ranks(device)
     assert (total.num_real_tokens, total.language_flops, total.data_wait_s) == (2**53 - 1, 0.1, 0.3)
     assert [type(value) for value in vars(total).values()] == [float] * 2 + [int] * 6 + [float] * 2
 

@@ -1,7 +1,6 @@
 """The process that writes missing sizes ends with the rank that started it."""
 
 import multiprocessing
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +19,10 @@ from tests.test_processes import has_ended, wait_until
 from tests.tiny import tiny_checkpoint
 
 
-@pytest.fixture(scope="module")
-def converted_dataset(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("missing-sizes")
-    return converted(folder, mixed_records(folder / "media", 20), samples_per_shard=5)[0]
-
-
 @pytest.fixture
-def dataset(tmp_path: Path, converted_dataset: Path) -> Path:
-    """A copy without sizes, whatever the other tests have written."""
-    return shutil.copytree(converted_dataset, tmp_path / "dataset")
+def dataset(tmp_path: Path) -> Path:
+    """Without sizes."""
+    return converted(tmp_path, mixed_records(tmp_path / "media", 20), samples_per_shard=5)[0]
 
 
 def start(target: Callable[..., Any], *arguments: Any) -> psutil.Process:
@@ -51,11 +44,7 @@ def test_indexing_ends_with_a_killed_rank(dataset: Path) -> None:
 
 def test_workers_of_indexing_end_with_it(dataset: Path, monkeypatch) -> None:
     """A worker would wait for its next shard."""
-
-    def stall(*_: object) -> None:
-        time.sleep(300)
-
-    monkeypatch.setattr(sample_sizes, "measure_samples", stall)
+    monkeypatch.setattr(sample_sizes, "measure_samples", lambda *_: time.sleep(300))
     data, hf = DataConfig(path=str(dataset)), tiny_checkpoint("qwen2_5_vl")
     indexing = start(sample_sizes.index_datasets, data, read_spec(hf), hf, 2)
     wait_until(lambda: len(indexing.children()) == 2)

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.platform import get_platform
-from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.offload import build
 from megatron_vl.training.offload.build import choose_offloaded, chunked_state
 from megatron_vl.training.offload.chunked_step import ChunkedStep, ChunkStreamer, DeviceSlot, SlotPhase
@@ -28,33 +27,20 @@ from megatron_vl.training.offload.state_chunks import (
 )
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import StepBatch
-from megatron_vl.training.state.optimizer_state import (
-    INDEX_FILE,
-    STATE_KINDS,
-    OptimizerStateReader,
-    list_index_entries,
-    restore_optimizer,
-    write_hashed_safetensors,
-    write_slice_index,
-)
+from megatron_vl.training.state.optimizer_state import STATE_KINDS
 from tests.support.ranks import in_ranks
 from tests.support.tiny_run import metrics, prepare, trained
-from tests.support.tiny_trainer import TinyTrainer, as_saved, optimizer_state, state_of, tiny_trainer
+from tests.support.tiny_trainer import TinyTrainer, load, save, state_of, tiny_trainer
 from toolkit.checkpoint.rollback import restart_data
 
 SHARES = (0.0, 0.4, 1.0)
 
 
 def test_share_is_met_by_whole_parameters() -> None:
-    assert choose_offloaded([5, 3, 2], 0.0) == set()
-    assert choose_offloaded([5, 3, 2], 0.4) == {1}
-    assert choose_offloaded([5, 3, 2], 0.7) == {0, 2}
-    assert choose_offloaded([5, 3, 2], 1.0) == {0, 1, 2}
+    for share, expected in ((0.0, set()), (0.4, {1}), (0.7, {0, 2}), (1.0, {0, 1, 2})):
+        assert choose_offloaded([5, 3, 2], share) == expected
     assert choose_offloaded([1] * 1000, 0.333) == set(range(333))
     assert choose_offloaded([], 1.0) == choose_offloaded([0], 1.0) == set()
-
-
-# --- Steps of one trainer -----------------------------------------------------------------------------------
 
 
 def digest(trainer: TinyTrainer) -> str:
@@ -77,10 +63,7 @@ def some_rows(trainer: TinyTrainer) -> list[Any]:
 
 
 def steps_of(trainer: TinyTrainer, rows: list[Any], steps: range, bad: int | None = None) -> list[list[str]]:
-    """[loss, norm, why skipped, digest of the state] of steps on the same rows.
-
-    The step ``bad`` has a row without loss tokens, and is skipped.
-    """
+    """[loss, norm, why skipped, digest of the state] of steps on the same rows; ``bad`` has no loss."""
     outcomes = []
     for number in steps:
         set_learning_rates(trainer.optimizer, trainer.config, number)
@@ -92,10 +75,8 @@ def steps_of(trainer: TinyTrainer, rows: list[Any], steps: range, bad: int | Non
 
 
 def check_shares(hf: Path, dtype: str, bad: int | None = None, **optimizer: Any) -> None:
-    """All shares give the same losses, norms and states, and the state is where it belongs.
-
-    Chunks are so small that parameters are cut.
-    """
+    """All shares give the same losses, norms and states, and the state is where it belongs. Chunks are so
+    small that parameters are cut."""
     build.move_state_to_chunks.__defaults__ = (10 * 64 * 500,)
     first = tiny_trainer(hf, dtype=dtype, **optimizer)
     rows, plain = some_rows(first), None
@@ -145,9 +126,8 @@ def check_place_of_state(trainer: TinyTrainer, share: float) -> None:
 
 @in_ranks()
 def test_offloaded_shares_give_the_same_bits(hf) -> None:
-    """Of weights in bf16, where the master weights move, with a rate of zero; in fp32, where they are their
-    own masters, with a skipped step; and with moments in bf16, which are all in chunks, with a skipped first
-    step."""
+    """Master weights move in bf16 (with a rate of zero), and are the weights in fp32 (with a skipped step);
+    moments in bf16 are all in chunks (with a skipped first step)."""
     check_shares(hf, "bfloat16", vision_lr=0.0)
     check_shares(hf, "float32", bad=1)
     check_shares(hf, "bfloat16", bad=0, moments_dtype="bfloat16")
@@ -197,24 +177,6 @@ def test_moments_in_bf16_of_two_steps_worked_by_hand() -> None:
         assert abs(abs(change) - 0.1) > 1e-6  # what moments in fp32 would give
 
 
-def save(trainer: TinyTrainer, folder: Path) -> dict[str, Any]:
-    """Writes optimizer state as a checkpoint does. Returns what ``run.json`` says of the files."""
-    folder.mkdir()
-    state = as_saved(optimizer_state(trainer))
-    files = {"rank.safetensors": write_hashed_safetensors(folder / "rank.safetensors", state, {"tp": "0"})}
-    index = write_slice_index(folder, {"rank.safetensors": list_index_entries(state, 0, 0)})
-    return files | {INDEX_FILE: index}
-
-
-def load(trainer: TinyTrainer, folder: Path, files: dict[str, Any]) -> None:
-    """Restores the optimizer, and the model's weights from its master weights."""
-    table = tensor_table(trainer.spec)
-    reader = OptimizerStateReader(folder, files, trainer.layout.sharding)
-    restore_optimizer(reader, trainer.optimizer, trainer.live_tensors, table, trainer.grid)
-    for part in trainer.optimizer.chained_optimizers:
-        part._copy_main_params_to_model_params()
-
-
 @in_ranks()
 def test_moments_in_bf16_are_saved_and_resumed_with_any_share(hf, tmp_path: Path) -> None:
     """Also after having been fp32 for no step; fp32 moments are rounded to the nearest."""
@@ -225,23 +187,23 @@ def test_moments_in_bf16_are_saved_and_resumed_with_any_share(hf, tmp_path: Path
 
     before = again(first, offload_fraction=0.4)
     steps_of(before, rows, range(1))
-    files = save(before, tmp_path / "bf16")
+    save(before, tmp_path, 1)
     for share in (0.0, 1.0):
         after = again(first, offload_fraction=share)
-        load(after, tmp_path / "bf16", files)
+        load(after, tmp_path, 1)
         assert digest(after) == digest(before)
         assert steps_of(after, rows, range(1, 2)) == [undisturbed]
 
-    wide = again(first, moments_dtype="float32")
-    load(wide, tmp_path / "bf16", files)
+    wide, narrow = again(first, moments_dtype="float32"), again(first, offload_fraction=1.0)
+    load(wide, tmp_path, 1)
     assert {tensor.dtype for key, tensor in state_of(wide).items() if "exp_avg" in key} == {torch.float32}
-    files = save(wide, tmp_path / "fp32")
-    narrow = again(first, offload_fraction=1.0)
-    load(narrow, tmp_path / "fp32", files)
+    save(wide, tmp_path, 2)
+    load(narrow, tmp_path, 2)
     assert steps_of(narrow, rows, range(1, 2)) == [undisturbed]
 
     steps_of(wide, rows, range(1, 2))
-    load(narrow, tmp_path / "wide", save(wide, tmp_path / "wide"))
+    save(wide, tmp_path, 3)
+    load(narrow, tmp_path, 3)
     wide_state, narrow_state, is_rounded = state_of(wide), state_of(narrow), False
     for key, tensor in wide_state.items():
         expected = tensor.bfloat16() if "exp_avg" in key else tensor
@@ -277,9 +239,8 @@ class Allocations(TorchDispatchMode):
 def test_master_weights_that_leave_the_device_are_never_all_on_it(hf) -> None:
     """While an optimizer is built, at most one of them and its copy in bf16 has storage."""
     first = tiny_trainer(hf, dtype="bfloat16")
-    sizes = [
-        4 * main.numel() for part in first.optimizer.chained_optimizers for main in part.get_parameters()
-    ]
+    parts = first.optimizer.chained_optimizers
+    sizes = [4 * main.numel() for part in parts for main in part.get_parameters()]
     for share, kept in ((0.0, 1.0), (1.0, 0.0), (0.4, 0.6)):
         optimizer = dataclasses.replace(first.config.optimizer, offload_fraction=share)
         other = TinyTrainer(dataclasses.replace(first.config, optimizer=optimizer), with_optimizer=False)
@@ -292,10 +253,7 @@ def test_master_weights_that_leave_the_device_are_never_all_on_it(hf) -> None:
 
 @in_ranks()
 def test_slots_know_what_happens_to_their_chunks() -> None:
-    """Each slot goes round from free to free, and a chunk is not dropped during its update.
-
-    An update of four chunks, a dropped fetch, and an update whose copies go on into the next step.
-    """
+    """An update of four chunks, a dropped fetch, and an update whose copies go on into the next step."""
     platform = get_platform("cpu")
     chunks = [StateChunk(False, torch.float32, 64) for _ in range(4)]
     allocate_host_chunks(chunks, is_pinned=False)
@@ -327,9 +285,6 @@ def test_slots_know_what_happens_to_their_chunks() -> None:
     with pytest.raises(AssertionError, match="from SlotPhase.UPDATING to SlotPhase.FREE"):
         with streamer.chunk_on_device(0):
             streamer.wait_for_host_state()
-
-
-# --- Whole runs ---------------------------------------------------------------------------------------------
 
 
 def run(prepared: dict[str, Path], folder: Path, share: float, ranks: int, steps: int, *options: str) -> str:

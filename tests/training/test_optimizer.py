@@ -16,9 +16,17 @@ from megatron_vl.training import optimizer as optimizer_module
 from megatron_vl.training.optimizer import scheduled_rate, set_learning_rates
 from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.state.optimizer_state import optimizer_slices
-from megatron_vl.training.step import NOT_FINITE, replicated_modules
+from megatron_vl.training.step import NOT_FINITE
 from tests.support.ranks import in_ranks
-from tests.support.tiny_trainer import TinyTrainer, optimizer_state, tiny_trainer, train, trainer_of
+from tests.support.tiny_trainer import (
+    TinyTrainer,
+    differences,
+    optimizer_state,
+    state_of,
+    tiny_trainer,
+    train,
+    trainer_of,
+)
 
 
 def rates_of(steps: int, **fields: Any) -> list[float]:
@@ -60,17 +68,15 @@ def test_cosine_equals_that_of_transformers_after_warm_up() -> None:
 @in_ranks()
 def test_non_finite_step_is_skipped_and_the_next_one_taken(hf) -> None:
     trainer = tiny_trainer(hf)
-    chunk = trainer.chunks[0]
-    for number, reason in enumerate(("", "not_finite", "")):
-        before = [parameter.detach().clone() for parameter in chunk.parameters()]
-        if number == 1:
-            hook = chunk.language_model.register_forward_hook(lambda module, args, out: out * math.nan)
+    for number, reason in enumerate(("", NOT_FINITE, "")):
+        before, factor = state_of(trainer), math.nan if reason else 1.0
+        model = trainer.chunks[0].language_model
+        hook = model.register_forward_hook(lambda module, args, out, factor=factor: out * factor)
         result = trainer.run_step(number)
-        if number == 1:
-            hook.remove()
-        changed = any(not torch.equal(a, b) for a, b in zip(before, chunk.parameters(), strict=True))
+        hook.remove()
+        is_changed = differences(before, state_of(trainer)) != []
         assert result.skip_reason == reason
-        assert changed == result.is_updated == math.isfinite(result.loss) == (not reason)
+        assert is_changed == result.is_updated == math.isfinite(result.loss) == (not reason)
 
 
 def _check_skipped_step(trainer: TinyTrainer, kind: str, reason: str, has_state: bool) -> None:
@@ -84,20 +90,15 @@ def _check_skipped_step(trainer: TinyTrainer, kind: str, reason: str, has_state:
         after = optimizer_state(trainer)
         assert result.skip_reason == (reason if number == 1 else "")
         if number:
-            same = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
-            changed = {
-                name.rpartition("/")[2] for name in before if not torch.equal(before[name], after[name])
-            }
-            assert (same, changed) == ((everything, set()) if number == 1 else (set(), everything))
+            changed = differences(before, after)
+            assert changed == ([] if number == 1 else sorted(before)), number
+            assert {name.rpartition("/")[2] for name in before} == everything
 
 
 @in_ranks(2)
 def test_step_without_loss_tokens_leaves_weights_moments_and_count(hf) -> None:
-    """Weight decay and decaying moments would move them; rows without loss beside others are trained on.
-
-    The first of two stages has no loss and must learn of it; updates overlapping the forward pass wait for
-    none.
-    """
+    """Weight decay and decaying moments would move them. The first of two stages has no loss and must learn
+    of it; rows without loss beside others are trained on."""
     _check_skipped_step(tiny_trainer(hf, pp=2), "without_loss", "no_loss_tokens", has_state=True)
 
 
@@ -111,11 +112,8 @@ def test_step_without_gradients_leaves_weights_moments_and_count(hf, pp: int, mo
 
 @in_ranks()
 def test_gradients_are_divided_and_clipped_in_one_multiplication(hf) -> None:
-    """Each is rounded once, whether it is clipped or not, and the norm is that before clipping.
-
-    With moments in bfloat16, our kernel multiplies gradients as it reads them, so that the sums stay in the
-    buffers.
-    """
+    """Each is rounded once, and the norm is that before clipping. With moments in bfloat16, our kernel
+    multiplies gradients as it reads them, so that the sums stay in the buffers."""
     scale_gradients = optimizer_module._scale_gradients
     for moments_dtype, clip_grads in (("float32", (1e-3, 1e6)), ("bfloat16", (0.0, 1e-3))):
         for clip_grad in clip_grads:
@@ -140,8 +138,7 @@ def test_gradients_are_divided_and_clipped_in_one_multiplication(hf) -> None:
             optimizer_module._scale_gradients = lambda *_: None
             assert twin.train_step(StepBatch(rows)).is_updated
             states = [optimizer_state(each) for each in (trainer, twin)]
-            assert len(states[0]) > 200
-            assert [name for name in states[0] if not torch.equal(states[0][name], states[1][name])] == []
+            assert len(states[0]) > 200 and differences(*states) == []
 
 
 def _after_prepare_grads(trainer: TinyTrainer, call: Any) -> None:
@@ -169,9 +166,8 @@ def test_learning_rates_and_weight_decay_follow_the_part(hf, family: str) -> Non
         if ".merger." in name or ".deepstack_mergers." in name:
             expected = 2e-4
         assert math.isclose(piece.param_group["lr"], expected), name
-        assert piece.param_group["weight_decay"] == (0.1 if piece.live_tensor.parameter.dim() > 1 else 0.0), (
-            name
-        )
+        decay = 0.1 if piece.live_tensor.parameter.dim() > 1 else 0.0
+        assert piece.param_group["weight_decay"] == decay, name
 
 
 @in_ranks()
@@ -179,15 +175,13 @@ def test_part_with_a_rate_of_zero_stays_and_the_others_move(hf) -> None:
     """With weight decay, it stays bit for bit. Each part's own rate is logged, and none for frozen parts."""
     for still in ("vision", "merger", "language"):
         trainer = tiny_trainer(hf, **{"lr" if still == "language" else f"{still}_lr": 0.0})
-        parameters = dict(trainer.chunks[0].named_parameters())
-        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        before = {live.tensor_name: live.parameter.detach().clone() for live in trainer.live_tensors}
         rates = {"language": 1e-3, "vision": 5e-4, "merger": 2e-4} | {still: 0.0}
         for number in range(2):
             assert set_learning_rates(trainer.optimizer, trainer.config, number) == rates
             assert trainer.run_step(number).is_updated
-        for name, parameter in parameters.items():
+        for name, parameter, _ in trainer.live_tensors:
             assert torch.equal(before[name], parameter) == (model_part(name) == still), name
-
         without_merger = dataclasses.replace(trainer.config, model=ModelConfig(freeze_merger=True))
         assert set_learning_rates(trainer.optimizer, without_merger, 2) == rates | {"merger": None}
 
@@ -231,11 +225,8 @@ ROWS = [["mixed", "text"], ["image"]]
 
 @in_ranks(2)
 def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(hf) -> None:
-    """The images of the last rank alone have a gradient with one NaN in step 2.
-
-    The loss is finite, and so is the language model's gradient; the tower's, summed over all ranks, is not.
-    No rank's weights move, and the next step is as usual.
-    """
+    """In step 2 the images of the last rank alone have a gradient with one NaN. The loss is finite, and so is
+    the language model's gradient; the tower's, summed over all ranks, is not."""
     trainer = trainer_of(hf, 512, decoupled=True, pp=2)
     tower: Any = trainer.model_chunks[0].module.decoupled
     is_last, backward, calls = dist.get_rank() == 1, tower.backward_call, []
@@ -246,12 +237,11 @@ def test_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(hf) -> No
         gradient[patches.start // tower.vision.merge_unit, 0, 0] = float("nan")
         backward(features, patches, gradient)
 
-    parameters = [p for part in replicated_modules(trainer.model_chunks) for p in part.parameters()]
     for step, reason in enumerate(("", NOT_FINITE, "")):
-        before = [parameter.detach().clone() for parameter in parameters]
+        before = state_of(trainer)
         tower.backward_call = backward_with_nan if is_last and step == 1 else backward
         [result] = train(trainer, ROWS, [step])
-        changed = any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
-        assert result.skip_reason == reason and changed == (not reason)
-        assert all(bool(parameter.isfinite().all()) for parameter in parameters)
+        after = state_of(trainer)
+        assert result.skip_reason == reason and bool(differences(before, after)) == (not reason)
+        assert all(bool(tensor.isfinite().all()) for tensor in after.values())
     assert bool(calls) == is_last  # that rank has images of its own

@@ -3,6 +3,7 @@ hold it.
 """
 
 import hashlib
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.training.state import optimizer_state
-from megatron_vl.training.state import optimizer_state as state_files
 from megatron_vl.training.state.host_copies import HostBlocks, HostCopies
 from megatron_vl.training.state.optimizer_state import (
     INDEX_FILE,
@@ -47,54 +47,50 @@ def full(info: TensorInfo, kind: str) -> Tensor:
     )
 
 
-def saved(folder: Path, cut: Sharding, *, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, dict[str, Any]]:
-    """Saves it like ranks of ``cut`` x DP3: one buffer of all tensors, a third for each DP rank."""
-    folder.mkdir(parents=True)
+def write_state(folder: Path, tensors_by_rank: list[tuple[int, dict[str, Tensor]]]) -> dict[str, Any]:
+    """Writes a file for each (TP rank, tensors), and the index. Returns what ``run.json`` says of them."""
+    folder.mkdir(parents=True, exist_ok=True)
     files, slices = {}, {}
-    for tp in range(cut.tp):
+    for rank, (tp, tensors) in enumerate(tensors_by_rank):
+        name = f"rank_{rank:05d}.safetensors"
+        files[name] = write_hashed_safetensors(folder / name, as_saved(tensors), {"tp": str(tp)})
+        slices[name] = list_index_entries(as_saved(tensors), tp, 0)
+    return files | {INDEX_FILE: write_slice_index(folder, slices)}
+
+
+def saved(folder: Path, cut: Sharding, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, Any]:
+    """Saves it like ranks of ``cut`` x DP3: one buffer of all tensors, a third for each DP rank."""
+    tensors_by_rank = []
+    for dp, tp in itertools.product(range(DP), range(cut.tp)):
         parts = {
             info: {kind: cut_shard(full(info, kind), info, tp, cut).reshape(-1) for kind in STATE_KINDS}
             for info in INFOS
         }
-        total = sum(tensors["main"].numel() for tensors in parts.values())
-        for dp in range(DP):
-            low = total * dp // DP
-            high = total * (dp + 1) // DP
-            at = 0
-            tensors: dict[str, Tensor] = {}
-            for info, held in parts.items():
-                count = held["main"].numel()
-                start = max(low - at, 0)
-                end = min(high - at, count)
-                if start < end:
-                    tensors |= {f"{info.name}[{start}:{end}]/{kind}": held[kind][start:end] for kind in kinds}
-                    tensors[f"{info.name}[{start}:{end}]/step"] = torch.tensor([7])
-                at += count
-
-            name = f"rank_{dp * cut.tp + tp:05d}.safetensors"
-            files[name] = write_hashed_safetensors(folder / name, as_saved(tensors), {"tp": str(tp)})
-            slices[name] = list_index_entries(as_saved(tensors), tp, 0)
-
-    files[INDEX_FILE] = write_slice_index(folder, slices)
-    return files
+        total, at = sum(held["main"].numel() for held in parts.values()), 0
+        low, high = total * dp // DP, total * (dp + 1) // DP
+        tensors: dict[str, Tensor] = {}
+        for info, held in parts.items():
+            count = held["main"].numel()
+            start, end = max(low - at, 0), min(high - at, count)
+            if start < end:
+                tensors |= {f"{info.name}[{start}:{end}]/{kind}": held[kind][start:end] for kind in kinds}
+                tensors[f"{info.name}[{start}:{end}]/step"] = torch.tensor([7])
+            at += count
+        tensors_by_rank.append((tp, tensors))
+    return write_state(folder, tensors_by_rank)
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are opened as tensors or hashed."""
     names: list[str] = []
-    safe_open, check_hash = optimizer_state.safe_open, optimizer_state.check_file_hash
+    for function in (optimizer_state.safe_open, optimizer_state.check_file_hash):
 
-    def open_(path: Path, **options: Any) -> Any:
-        names.append(Path(path).name)
-        return safe_open(path, **options)
+        def noted(path: Path, *args: Any, function: Any = function, **options: Any) -> Any:
+            names.append(Path(path).name)
+            return function(path, *args, **options)
 
-    def check(path: Path, facts: Any) -> None:
-        names.append(path.name)
-        check_hash(path, facts)
-
-    monkeypatch.setattr(optimizer_state, "safe_open", open_)
-    monkeypatch.setattr(optimizer_state, "check_file_hash", check)
+        monkeypatch.setattr(optimizer_state, function.__name__, noted)
     return names
 
 
@@ -103,12 +99,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_range_under_any_cut_is_that_of_the_full_tensor(tmp_path, written, cut) -> None:
     reader = OptimizerStateReader(tmp_path / "o", saved(tmp_path / "o", written), written)
     for info in INFOS:
-        for kind in STATE_KINDS:
-            for part in range(cut.tp):
-                want = cut_shard(full(info, kind), info, part, cut).reshape(-1)
-                for start, end in ((0, len(want)), (1, len(want) - 1), (len(want) // 2, len(want) // 2 + 1)):
-                    got = reader.read_range(info, kind, part, cut, start, end)
-                    assert got is not None and torch.equal(got, want[start:end]), (info, kind, part, start)
+        for kind, part in itertools.product(STATE_KINDS, range(cut.tp)):
+            want = cut_shard(full(info, kind), info, part, cut).reshape(-1)
+            for start, end in ((0, len(want)), (1, len(want) - 1), (len(want) // 2, len(want) // 2 + 1)):
+                got = reader.read_range(info, kind, part, cut, start, end)
+                assert got is not None and torch.equal(got, want[start:end]), (info, kind, part, start)
         assert reader.adam_step_count(info.name) == 7
 
 
@@ -128,23 +123,10 @@ def test_reader_opens_only_files_that_hold_the_range(tmp_path: Path, opened: lis
     assert set(opened) == {"rank_00000.safetensors"}
 
 
-def test_state_without_an_index_is_refused(tmp_path: Path) -> None:
-    files = saved(tmp_path / "o", Sharding(2))
-    del files[INDEX_FILE]
-    with pytest.raises(CheckpointError, match="names no index.json"):
-        OptimizerStateReader(tmp_path / "o", files, Sharding(2))
-
-
 def test_ranks_read_their_own_file_where_several_hold_the_same(tmp_path: Path, opened: list[str]) -> None:
     """The state is not spread over replicas; thousands of ranks must not read the first one's file."""
-    files, slices = {}, {}
-    for rank in range(3):
-        tensors = {f"column[0:144]/{kind}": full(INFOS[0], kind).reshape(-1) for kind in STATE_KINDS}
-        tensors["column[0:144]/step"] = torch.tensor([7])
-        name = f"rank_{rank:05d}.safetensors"
-        files[name] = write_hashed_safetensors(tmp_path / name, as_saved(tensors), {"tp": "0"})
-        slices[name] = list_index_entries(as_saved(tensors), 0, 0)
-    files[INDEX_FILE] = write_slice_index(tmp_path, slices)
+    tensors = {f"column[0:144]/{kind}": full(INFOS[0], kind).reshape(-1) for kind in STATE_KINDS}
+    files = write_state(tmp_path, [(0, tensors | {"column[0:144]/step": torch.tensor([7])})] * 3)
     reader = OptimizerStateReader(tmp_path, files, UNSHARDED, own_file="rank_00002.safetensors")
     opened.clear()
     reader.read_range(INFOS[0], "main", 0, UNSHARDED, 10, 20)
@@ -152,18 +134,17 @@ def test_ranks_read_their_own_file_where_several_hold_the_same(tmp_path: Path, o
 
 
 def test_moments_before_the_first_step_are_none(tmp_path: Path) -> None:
-    reader = OptimizerStateReader(
-        tmp_path / "o", saved(tmp_path / "o", Sharding(2), kinds=("main",)), Sharding(2)
-    )
+    files = saved(tmp_path / "o", Sharding(2), kinds=("main",))
+    reader = OptimizerStateReader(tmp_path / "o", files, Sharding(2))
     for cut in (Sharding(2), UNSHARDED):
         assert reader.read_range(INFOS[0], "exp_avg", 0, cut, 0, 6) is None
         assert reader.read_range(INFOS[0], "main", 0, cut, 0, 6) is not None
 
 
-@pytest.mark.parametrize("damage", ["flip", "remove", "other"])
+@pytest.mark.parametrize("damage", ["flip", "remove", "other", "unnamed"])
 def test_damaged_index_is_refused_by_name(tmp_path: Path, damage: str) -> None:
-    files = saved(tmp_path / "o", Sharding(2))
-    path = tmp_path / "o" / INDEX_FILE
+    files = saved(tmp_path, Sharding(2))
+    path = tmp_path / INDEX_FILE
     text = path.read_text()
     path.unlink()
     if damage == "flip":
@@ -172,8 +153,10 @@ def test_damaged_index_is_refused_by_name(tmp_path: Path, damage: str) -> None:
         elsewhere = text.replace("rank_00000", "../ank_0000").encode()
         path.write_bytes(elsewhere)
         files[INDEX_FILE] = {"bytes": len(elsewhere), "sha256": hashlib.sha256(elsewhere).hexdigest()}
+    if damage == "unnamed":
+        del files[INDEX_FILE]
     with pytest.raises(CheckpointError, match=INDEX_FILE):
-        OptimizerStateReader(tmp_path / "o", files, Sharding(2))
+        OptimizerStateReader(tmp_path, files, Sharding(2))
 
 
 def test_state_that_the_index_lacks_is_named_without_opening_files(tmp_path: Path, opened: list[str]) -> None:
@@ -205,7 +188,7 @@ def test_files_hold_the_state_from_before_the_next_update(hf, fields: dict[str, 
         copy(self, memory)
         order.append("copied")
 
-    HostCopies.copy, state_files._FILE_BYTES = copy_slowly, 1 << 16
+    HostCopies.copy, optimizer_state._FILE_BYTES = copy_slowly, 1 << 16
     trainer.step = 2
     saver.start_save(lambda: take_snapshot(trainer, None, {"dp": 1}), 2)
     order.append("returned")

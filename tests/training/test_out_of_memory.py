@@ -14,12 +14,9 @@ from tests.support.planned import estimate_stage_memory, planned_run
 HF = Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
 TORCH = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which"
-    " 511.94 MiB is free. Process 4242 has {other} GiB memory in use. Including non-PyTorch memory, this"
-    " process has {own} GiB memory in use. Of the allocated memory {allocated} GiB is allocated by PyTorch,"
-    " and {unused} GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large"
-    " try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    " 511.94 MiB is free. Including non-PyTorch memory, this process has 48.61 GiB memory in use."
 )
-"""As torch 2.11.0 writes it."""
+"""The beginning of what torch 2.11.0 writes."""
 
 
 class OutOfMemoryError(RuntimeError):
@@ -40,15 +37,15 @@ def message_of(error: Exception, *options: str, ranks: int = 4) -> str:
 
 
 def test_message_gives_torchs_text_the_estimate_and_the_page() -> None:
-    text = TORCH.format(other="30.00", own="48.61", allocated="47.00", unused="1.00")
-    said = message_of(OutOfMemoryError(text), "--parallel.pp", "2", ranks=2)
+    said = message_of(OutOfMemoryError(TORCH), "--parallel.pp", "2", ranks=2)
     of_stage = estimate_stage_memory(config("--parallel.pp", "2"), read_spec(HF), 2)[0].total_bytes / 2**30
-    assert said.startswith(f"out of GPU memory: {text} ")
+    assert said.startswith(f"out of GPU memory: {TORCH} ")
     assert f" The estimate of pipeline stage 0 is {of_stage:.1f} GiB (weights " in said
     assert said.endswith("docs/pipelines.md says how to lower it: recompute, offload, more stages")
 
 
-KILLED = RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")
+WORKER = "DataLoader worker (pid 4711) is killed by signal: "
+KILLED = RuntimeError(f"{WORKER}Killed. ")
 WRAPPED = RuntimeError("backward failed")
 WRAPPED.__cause__ = KILLED
 NO_HOST_MEMORY = r"out of host memory \(.*this process holds.*data.num_workers"
@@ -59,17 +56,11 @@ NO_HOST_MEMORY = r"out of host memory \(.*this process holds.*data.num_workers"
     [
         (MemoryError(), NO_HOST_MEMORY),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), NO_HOST_MEMORY),
-        (
-            RuntimeError("[enforce fail at alloc_cpu.cpp:124] can't allocate memory: you tried"),
-            NO_HOST_MEMORY,
-        ),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] can't allocate memory: you"), NO_HOST_MEMORY),
         # torch raises its error wherever the main thread is, and others may wrap it.
         (KILLED, r"a process of the loader \(4711\) was killed from outside\. "),
         (WRAPPED, r"a process of the loader \(4711\) was killed from outside\. "),
-        (
-            RuntimeError("DataLoader worker (pid 4711) is killed by signal: Segmentation fault. "),
-            r"a process of the loader \(4711\) was ended by a signal: Segmentation fault\. A media file",
-        ),
+        (RuntimeError(f"{WORKER}Segmentation fault. "), r".* by a signal: Segmentation fault\. A media file"),
     ],
 )
 def test_lack_of_host_memory_and_lost_processes_are_named(error: Exception, message: str) -> None:

@@ -22,10 +22,7 @@ def traced(path: Path) -> tuple[set[str], int]:
 
 
 def profile(folder: Path, steps: str, run_steps: range, rank: int = 0) -> tuple[Profile, list[float]]:
-    """Profiles steps that multiply matrices.
-
-    Returns the hook, and the seconds of writing that each step left out of the speed of steps.
-    """
+    """Returns the hook, and the seconds of writing that each step left out of the speed of steps."""
     options = ["--profile.steps", steps, "--checkpoint.dir", str(folder), "--profile.ranks", "[0,2]"]
     hook, seconds = Profile(parse_config(options), rank), [0.0] * len(run_steps)
     for i, step in enumerate(run_steps):
@@ -34,7 +31,7 @@ def profile(folder: Path, steps: str, run_steps: range, rank: int = 0) -> tuple[
         hook.before_step(trainer)
         torch.ones(8, 8) @ torch.ones(8, 8)
         trainer.step = step
-        hook.after_step(trainer, None, None)  # type: ignore[arg-type]
+        hook.after_step(trainer, None, None)
     return hook, seconds
 
 

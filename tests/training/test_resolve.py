@@ -6,21 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
+from megatron_vl.config import LoraConfig, RunConfigError, parse_config
 from megatron_vl.config.checks import check_output_dir, config_remarks
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.location import LoaderError
-from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.lora import with_stored_lora
 from megatron_vl.training.resolve import MachineMemory, resolve_run
 
 RUN = "--data.path synthetic:text --steps 1 --model.checkpoint random --model.hf".split()
 RUN.append("tests/hf_configs/Qwen2.5-VL-3B-Instruct.json")
-
-
-def test_split_of_too_few_layers_is_refused() -> None:
-    with pytest.raises(LayoutError, match="add up to 2"):
-        resolve_run(parse_config([*RUN, "--parallel.layers", "[1,1]", "--parallel.pp", "2"]), 2)
 
 
 @pytest.mark.parametrize("field", ["log.tensorboard", "checkpoint.dir"])
@@ -53,44 +47,36 @@ def test_read_only_folder_is_reported_with_the_field(tmp_path: Path, monkeypatch
 
 
 def test_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
-    """Of two shards, which are not there."""
     (meta := tmp_path / ".nv-meta").mkdir()
-    (meta / "split.yaml").write_text(
-        "split_parts: {train: [train-0.tar], val: [val-0.tar], test: []}\nexclude: []\n"
-    )
-    (meta / ".info.json").write_text('{"shard_counts": {"train-0.tar": 1, "val-0.tar": 1}}')
-    (meta / "dataset.yaml").write_text("{__module__: megatron.energon, __class__: CrudeWebdataset}\n")
+    (meta / "split.yaml").write_text("{split_parts: {train: [a.tar], val: [b.tar], test: []}, exclude: []}")
+    (meta / ".info.json").write_text('{"shard_counts": {"a.tar": 1, "b.tar": 1}}')
+    (meta / "dataset.yaml").write_text("{__module__: megatron.energon, __class__: CrudeWebdataset}")
     for split in ("vla", "test"):
-        with pytest.raises(
-            LoaderError, match=rf"the split '{split}' is empty; splits with samples: train, val\."
-        ):
+        with pytest.raises(LoaderError, match=f"split '{split}' is empty; splits with samples: train, val."):
             read_description(tmp_path).split_facts(split)
 
 
-def test_fields_of_adapters_without_a_rank_are_remarked() -> None:
-    remark = "lora.rank is 0: the whole model is trained, and other fields of lora have no effect"
-    adapters = {"adapter": "runs/first", "alpha": 4.0}  # their rank is read later
-    for fields, is_remarked in (
-        ({}, False),
-        ({"rank": 8, "alpha": 4.0}, False),
-        (adapters, False),
-        ({"alpha": 4.0}, True),
-    ):
-        remarks = config_remarks(TrainConfig(lora=LoraConfig(**fields)), on_cpu=False)
-        assert (remark in remarks) == is_remarked, fields
+NO_RANK = "lora.rank is 0: the whole model is trained, and other fields of lora have no effect"
+LONG_STEP = "16,384 tokens are a long step on cpu; give a smaller --global_batch_size to try a run"
 
 
-def test_long_steps_on_cpu_are_remarked() -> None:
-    """As those of the default, 8 rows of at least 2,048 tokens; not those of the pages, nor random rows."""
-    for words, on_cpu, is_remarked in (
-        ("--data.path d", True, True),
-        ("--data.path d", False, False),
-        ("--data.path d --data.seq_len 1024 --global_batch_size 2", True, False),
-        ("--data.path synthetic:text", True, False),
-    ):
-        remarks = config_remarks(parse_config(["--data.seq_len=2048", *words.split()]), on_cpu)
-        said = "16,384 tokens are a long step on cpu; give a smaller --global_batch_size to try a run"
-        assert (said in remarks) == is_remarked, words
+@pytest.mark.parametrize(
+    ("words", "on_cpu", "remark", "is_remarked"),
+    [
+        ("", False, NO_RANK, False),
+        ("--lora.rank 8 --lora.alpha 4", False, NO_RANK, False),
+        ("--lora.adapter runs/first --lora.alpha 4", False, NO_RANK, False),  # their rank is read later
+        ("--lora.alpha 4", False, NO_RANK, True),
+        # As those of the default, 8 rows of at least 2,048 tokens; not those of the pages, nor random rows.
+        ("--data.path d", True, LONG_STEP, True),
+        ("--data.path d", False, LONG_STEP, False),
+        ("--data.path d --data.seq_len 1024 --global_batch_size 2", True, LONG_STEP, False),
+        ("--data.path synthetic:text", True, LONG_STEP, False),
+    ],
+)
+def test_fields_without_effect_and_long_steps_are_remarked(words, on_cpu, remark, is_remarked) -> None:
+    config = parse_config(["--data.seq_len=2048", *words.split()])
+    assert (remark in config_remarks(config, on_cpu)) == is_remarked
 
 
 @pytest.mark.parametrize("is_in_file", [False, True])

@@ -24,8 +24,10 @@ from megatron_vl.training.state.recorded_fields import (
 )
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.run_folder import saved_checkpoints, step_dir_path
+from tests.security.payload import edit
 from tests.support.ranks import call
 from tests.support.tiny_run import metrics, options_of, prepare, trained, what_trainings_say
+from tests.tiny import tiny_checkpoint
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.checkpoint.rollback import restart_data
 from toolkit.cli import main
@@ -67,76 +69,70 @@ def recorded(hf: Path, *options: str) -> tuple[TrainConfig, dict[str, Any]]:
     return config, json.loads(json.dumps(recorded_fields(config, read_spec(hf), {"seq_len": 4096})))
 
 
-def test_resumed_run_names_changed_fields(tiny_checkpoint) -> None:
+def notes_text(family: str, old: str, new: str) -> str:
+    hf = tiny_checkpoint(family)
+    return " ".join(field_change_notes(recorded(hf, *new.split())[1], recorded(hf, *old.split())[1]))
+
+
+DENSE, MOE = "qwen2_5_vl", "qwen3_vl_moe"
+LORA = "--lora.rank 4 --lora.dropout 0.1"
+AUX_LOSS = "--model.moe_aux_loss 0.01"
+FROZEN = "--model.freeze_vision true"
+CONSTANT = "--optimizer.schedule constant"
+
+
+@pytest.mark.parametrize(
+    ("family", "old", "new", "note"),
+    [
+        (DENSE, "--steps 4 --parallel.tp 2", "--steps 8 --seed 1", "steps was 4, is 8"),
+        (DENSE, "", f"--model.checkpoint b {FROZEN}", "model.freeze_vision was False, is True"),
+        (DENSE, "", "--optimizer.vision_lr 5e-4", "optimizer.vision_lr was 0.001, is 0.0005"),
+        (DENSE, LORA, f"{LORA} --seed 1", "seed was 1234, is 1"),
+        # It is what the model's config says, unless a field says something else.
+        (MOE, "", "--model.moe_aux_loss 0", ""),
+        (MOE, "", AUX_LOSS, "model.moe_aux_loss was 0.0, is 0.01"),
+        (MOE, AUX_LOSS, "", "model.moe_aux_loss was 0.01, is 0.0"),
+        # Without effect.
+        (DENSE, "", "--optimizer.vision_lr 1e-3 --optimizer.merger_lr 1e-3", ""),
+        (DENSE, FROZEN, f"{FROZEN} --optimizer.vision_lr 5e-4", ""),
+        (DENSE, CONSTANT, f"{CONSTANT} --optimizer.min_lr_ratio 0.5", ""),
+        (DENSE, "", AUX_LOSS, ""),
+        (DENSE, "", "--fp8.vision true", ""),
+        (DENSE, "", "--lora.dropout 0.1", ""),
+        (DENSE, "--lora.rank 4 --model.checkpoint a", "--lora.rank 4 --model.checkpoint b", ""),
+    ],
+)
+def test_resumed_run_names_changed_fields_that_matter(family: str, old: str, new: str, note: str) -> None:
+    said = notes_text(family, old, new)
+    assert said == (f"fields have changed since the checkpoint: {note}" if note else "")
+
+
+def test_resumed_run_names_yarn_that_an_older_checkpoint_did_not_record() -> None:
     hf = tiny_checkpoint("qwen2_5_vl")
-    config, saved = recorded(hf, "--steps", "4", "--parallel.tp", "2", "--model.checkpoint", "a")
-    assert field_change_notes(saved, saved) == []
-
-    changed = ["--seed", "1", "--optimizer.weight_decay", "0", "--model.freeze_vision", "true"]
-    fields = recorded(hf, "--steps", "8", "--model.checkpoint", "b", *changed)[1]
-    assert field_change_notes(fields, saved) == [
-        "fields have changed since the checkpoint: model.freeze_vision was False, is True;"
-        " optimizer.weight_decay was 0.1, is 0.0; steps was 4, is 8"
-    ]
-
-    # YaRN, which an older checkpoint did not record.
+    config, saved = recorded(hf)
     del saved["model.rope_scaling"]
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     [note] = field_change_notes(recorded_fields(config, read_spec(hf, yarn), {}), saved)
     assert f"model.rope_scaling was None, is {yarn}" in note
 
 
-def test_resumed_run_names_a_jump_of_its_learning_rate(tiny_checkpoint) -> None:
-    hf = tiny_checkpoint("qwen2_5_vl")
-    tower = ["--model.freeze_language", "true"]
-    wsd = ["--steps", "8", "--optimizer.schedule", "wsd", "--optimizer.decay_steps"]
+def test_resumed_run_names_a_jump_of_its_learning_rate() -> None:
+    hf, tower = tiny_checkpoint("qwen2_5_vl"), "--model.freeze_language true --steps 4"
+    wsd = "--steps 8 --optimizer.schedule wsd --optimizer.decay_steps"
     for old, new, step, expected in (
-        (["--steps", "4"], ["--steps", "8"], 2, ["8.54e-04 (planned: 5.00e-04)"]),
-        (["--steps", "4"], ["--steps", "8"], 0, []),  # the schedules begin alike
-        ([*wsd, "2"], [*wsd, "4"], 5, ["7.50e-04 (planned: 1.00e-03)"]),
-        ([*wsd, "2"], [*wsd, "2"], 7, []),
+        ("--steps 4", "--steps 8", 2, ["8.54e-04 (planned: 5.00e-04)"]),
+        ("--steps 4", "--steps 8", 0, []),  # the schedules begin alike
+        (f"{wsd} 2", f"{wsd} 4", 5, ["7.50e-04 (planned: 1.00e-03)"]),
+        (f"{wsd} 2", f"{wsd} 2", 7, []),
         # The rate is that of a part that is trained.
-        (
-            [*tower, "--steps", "4"],
-            [*tower, "--steps", "4", "--optimizer.vision_lr", "4e-3"],
-            2,
-            ["2.00e-03 (planned: 5.00e-04)"],
-        ),
+        (tower, f"{tower} --optimizer.vision_lr 4e-3", 2, ["2.00e-03 (planned: 5.00e-04)"]),
     ):
-        notes = learning_rate_notes(recorded(hf, *new)[0], recorded(hf, *old)[1], step)
+        config, saved = recorded(hf, *new.split())[0], recorded(hf, *old.split())[1]
+        notes = learning_rate_notes(config, saved, step)
         assert [note.removeprefix("the learning rate continues at ") for note in notes] == expected, new
 
 
-def test_changed_fields_without_effect_are_not_named(tiny_checkpoint) -> None:
-    def notes_text(family: str, old: str, new: str) -> str:
-        hf = tiny_checkpoint(family)
-        return " ".join(field_change_notes(recorded(hf, *new.split())[1], recorded(hf, *old.split())[1]))
-
-    dense, experts = "qwen2_5_vl", "qwen3_vl_moe"
-    for old, new in (
-        ("", "--optimizer.vision_lr 1e-3 --optimizer.merger_lr 1e-3"),
-        ("--model.freeze_vision true", "--model.freeze_vision true --optimizer.vision_lr 5e-4"),
-        ("--optimizer.schedule constant", "--optimizer.schedule constant --optimizer.min_lr_ratio 0.5"),
-        ("", "--model.moe_aux_loss 0.01"),
-        ("", "--fp8.vision true"),
-        ("", "--lora.dropout 0.1"),
-        ("--lora.rank 4 --model.checkpoint a", "--lora.rank 4 --model.checkpoint b"),
-    ):
-        assert notes_text(dense, old, new) == "", new
-
-    vision_note = "optimizer.vision_lr was 0.001, is 0.0005"
-    assert vision_note in notes_text(dense, "", "--optimizer.vision_lr 5e-4")
-    lora = "--lora.rank 4 --lora.dropout 0.1"
-    assert "have changed since the checkpoint: seed was" in notes_text(dense, lora, f"{lora} --seed 1")
-
-    # It is what the model's config says, unless a field says something else.
-    assert notes_text(experts, "", "--model.moe_aux_loss 0") == ""
-    loss = "--model.moe_aux_loss 0.01"
-    assert "model.moe_aux_loss was 0.0, is 0.01" in notes_text(experts, "", loss)
-    assert "model.moe_aux_loss was 0.01, is 0.0" in notes_text(experts, loss, "")
-
-
-def test_damaged_and_other_checkpoints_are_refused(prepared, tmp_path, tiny_checkpoint) -> None:
+def test_damaged_and_other_checkpoints_are_refused(prepared, tmp_path) -> None:
     """The message names the last whole one."""
     run, starts = tmp_path / "run", []
     trainings(prepared, (run, []))
@@ -190,10 +186,8 @@ def test_resuming_needs_no_start_weights_and_opens_none(prepared: dict[str, Path
     shutil.rmtree(weights)
     [said] = trainings(moved, (run, []))
     assert "resumed at step 4" in said
-    keys = ("step", "loss", "grad_norm", "samples")
-    assert [[line[key] for key in keys] for line in metrics(run)] == [
-        [line[key] for key in keys] for line in metrics(whole)
-    ]
+    for key in ("step", "loss", "grad_norm", "samples"):
+        assert [line[key] for line in metrics(run)] == [line[key] for line in metrics(whole)]
 
     [anew] = trainings(moved, (tmp_path / "new", []))
     assert "model.checkpoint" in anew and "does not exist" in anew
@@ -207,16 +201,13 @@ def dropped(run: Path, last: int) -> dict[str, Any]:
     lines = [line for line in metrics(run) if line["step"] <= last]
     reasons: Counter[str] = Counter()
     for line in lines:
-        reasons.update(
-            {name.removeprefix("dropped/"): n for name, n in line.items() if name.startswith("dropped/")}
-        )
+        reasons.update({name[8:]: n for name, n in line.items() if name.startswith("dropped/")})
     assert reasons, "nothing was dropped, so nothing is tested"
     return {"used": sum(line["samples"] for line in lines), "reasons": dict(reasons)}
 
 
 def saved_counts(run: Path, step: int) -> dict[str, Any]:
-    saved = json.loads((step_dir_path(run, step) / "run.json").read_text())
-    counts = saved["bad_samples"]
+    counts = json.loads((step_dir_path(run, step) / "run.json").read_text())["bad_samples"]
     return {name: counts[name] for name in ("used", "reasons")}
 
 
@@ -224,13 +215,8 @@ def test_bad_samples_are_counted_on_after_a_resume(prepared: dict[str, Path], tm
     """It is saved twice between printed lines; the totals equal those of a run that prints each step."""
     whole, run = tmp_path / "whole", tmp_path / "run"
     sparse = [*DROPPING, "--log.interval", "4"]
-    trainings(
-        prepared,
-        (whole, [*DROPPING]),
-        (run, [*sparse, "--stop_after", "2"]),
-        (run, [*sparse, "--stop_after", "5"]),
-        (run, sparse),
-    )
+    stops = ["--stop_after", "2"], ["--stop_after", "5"], []
+    trainings(prepared, (whole, [*DROPPING]), *((run, [*sparse, *stop]) for stop in stops))
     for step in (1, 2, 3, 5, 6):
         assert saved_counts(run, step) == saved_counts(whole, step) == dropped(whole, step), step
 
@@ -257,8 +243,7 @@ def test_bad_samples_of_all_ranks_are_saved_and_another_number_of_ranks_keeps_th
     template = read_chat_template(other_hf)
     (other_hf / "chat_template.json").unlink()
     (other_hf / "chat_template.jinja").write_text(template + "{# another #}")
-    processor = json.loads((other_hf / "preprocessor_config.json").read_text())
-    (other_hf / "preprocessor_config.json").write_text(json.dumps(processor | {"resample": 2}))
+    edit(other_hf / "preprocessor_config.json", resample=2)
     other = prepare(tmp_path / "other", other_hf, samples=20)
     moved = {**prepared, "data": other["data"], "hf": other_hf}
     [said] = trainings(moved, (run, [*DROPPING, "--steps", "4"]))

@@ -3,12 +3,12 @@
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any
 
 import psutil
@@ -27,45 +27,55 @@ ALONE = [sys.executable, "-m", "megatron_vl", "train", "--nproc-per-node", "1"]
 
 
 def start(
-    launcher: list[str], prepared: dict[str, Path], run: Path, ranks: int = 2, **more: Any
-) -> subprocess.Popen[str]:
-    """Data-parallel ranks with two loader workers each, far from their last step."""
-    words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=4000)
+    launcher: list[str], prepared: dict[str, Path], run: Path, lines: int = 0, ranks: int = 2, **more: Any
+) -> Popen[str]:
+    """Starts a run far from its last step, and waits for lines of its log.
+
+    One rank, or two data-parallel ones, with two loader workers each.
+    """
+    ranks = 1 if launcher is ALONE else ranks
+    words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=1000)
     assert words[:3] == TORCHRUN
     # A terminal sends Ctrl-C to a whole group of processes.
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    options = {"stdout": PIPE, "stderr": PIPE, "text": True, "start_new_session": True}
     after = words.index("megatron_vl.train") + 1 if launcher is ALONE else 3
     options |= {"env": environment(), "cwd": prepared["folder"], **more}
-    return subprocess.Popen([*launcher, *words[after:]], **options)
+    process = Popen([*launcher, *words[after:]], **options)
+    wait_for(lambda: len(metrics(run)) >= lines, process)
+    return process
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
+def wait_for(condition: Callable[[], object], process: Popen[str]) -> None:
+    end = time.monotonic() + 120
     while not condition():
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.05)
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def last_saved_step(run: Path) -> int:
+    """The last step in the log of a run that a signal stopped, whose checkpoint is whole."""
+    last = metrics(run)[-1]["step"]
+    assert verify_checkpoint(run / f"step_{last:08d}") == []
+    return last
+
+
+def ranks_of(process: Popen[str]) -> list[int]:
     return [pid for pid, command in list_children(process.pid).items() if "megatron_vl.train" in command]
 
 
 @pytest.mark.ranks
 def test_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_path):
     run = tmp_path / "run"
-    first = start(LAUNCHER, prepared, run)
-    wait_for(lambda: len(metrics(run)) >= 3, first)
+    first = start(LAUNCHER, prepared, run, lines=3)
     os.killpg(first.pid, signal.SIGINT)
     out, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
-    last = metrics(run)[-1]["step"]
-    assert f"a signal stopped the run after step {last} of 4000; start it again to continue" in out
+    last = last_saved_step(run)
+    assert f"a signal stopped the run after step {last} of 1000; start it again to continue" in out
     assert err.count("SIGINT: the ranks save and end; Ctrl-C again ends them at once") == 1
     assert "Traceback" not in err
-    assert verify_checkpoint(run / f"step_{last:08d}") == []
 
-    second = start(LAUNCHER, prepared, run)
-    wait_for(lambda: metrics(run)[-1]["step"] >= last + 2, second)
+    second = start(LAUNCHER, prepared, run, lines=last + 2)
     assert metrics(run)[last]["step"] == last + 1
     commands = list_children(second.pid).values()
     assert set(commands) == {tuple(second.args)}, "on CPU the ranks are forks of the launcher"
@@ -85,14 +95,8 @@ def test_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_path):
 def test_pipe_without_reader_changes_nothing_and_a_closed_terminal_saves(launcher, prepared, tmp_path):
     """As ``train ... | head -3`` in a terminal, of which it is the only program."""
     run, (terminal, side_of_program) = tmp_path / "run", os.openpty()
-    process = start(
-        launcher,
-        prepared,
-        run,
-        ranks=1 if launcher is ALONE else 2,
-        stderr=side_of_program,
-        preexec_fn=lambda: fcntl.ioctl(side_of_program, termios.TIOCSCTTY, 0),
-    )
+    control: Any = {"preexec_fn": lambda: fcntl.ioctl(side_of_program, termios.TIOCSCTTY, 0)}
+    process = start(launcher, prepared, run, stderr=side_of_program, **control)
     os.close(side_of_program)
     for _ in range(3):
         process.stdout.readline()
@@ -101,8 +105,7 @@ def test_pipe_without_reader_changes_nothing_and_a_closed_terminal_saves(launche
 
     os.close(terminal)  # the system sends SIGHUP, and what the program prints there fails
     assert process.wait(timeout=60) == 0
-    last = metrics(run)[-1]["step"]
-    assert 6 <= last < 4000 and verify_checkpoint(run / f"step_{last:08d}") == []
+    assert 6 <= last_saved_step(run) < 1000
 
 
 def test_nohup_stays_what_it_is():
@@ -118,12 +121,11 @@ def test_nohup_stays_what_it_is():
 @pytest.mark.ranks
 def test_second_ctrl_c_ends_the_run_at_once(prepared, tmp_path):
     run = tmp_path / "run"
-    process = start(LAUNCHER, prepared, run)
-    wait_for(lambda: len(metrics(run)) >= 3, process)
+    process = start(LAUNCHER, prepared, run, lines=3)
     # A stopped rank finishes no step, so the first Ctrl-C alone would not end the run.
     os.kill(ranks_of(process)[1], signal.SIGSTOP)
     os.killpg(process.pid, signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(TimeoutExpired):
         process.wait(timeout=2)
 
     below = psutil.Process(process.pid).children(recursive=True)
@@ -143,7 +145,7 @@ def test_second_ctrl_c_ends_the_run_at_once(prepared, tmp_path):
 def test_early_ctrl_c_ends_the_run_without_saving(launcher, prepared, tmp_path):
     """It comes before the checks are done, long before the first step."""
     run = tmp_path / "run"
-    process = start(launcher, prepared, run, ranks=1 if launcher is ALONE else 2)
+    process = start(launcher, prepared, run)
     if launcher is ALONE:
         wait_for(lambda: takes_signals(process.pid), process)
     else:
@@ -203,12 +205,9 @@ def test_loader_workers_ignore_ctrl_c_only_if_their_rank_takes_it():
 def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_path):
     """torchrun signals the loaders' worker processes with the ranks, and ends with a report of its own."""
     run = tmp_path / "run"
-    process = start(launcher, prepared, run, ranks=1)
-    wait_for(lambda: len(metrics(run)) >= 3, process)
+    process = start(launcher, prepared, run, lines=3, ranks=1)
     os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode == 0) == (launcher is not TORCHRUN), err
-    last = metrics(run)[-1]["step"]
-    assert f"stopped the run after step {last} of 4000" in out, err
+    assert f"stopped the run after step {last_saved_step(run)} of 1000" in out, err
     assert err.count("the run saves and ends") == (launcher is ALONE and number == signal.SIGINT)
-    assert verify_checkpoint(run / f"step_{last:08d}") == []

@@ -1,7 +1,6 @@
 """Losses and counts by source: in a printed line, and in layouts of several ranks."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -54,9 +53,8 @@ def test_line_has_means_since_the_last_one_and_counts_of_the_whole_run():
     meter.add(counts_of([1000, 0, 0], [2000, 0, 0], [500.0, 0.0, 0.0]))
     passes = dict(zip(meter.totals, (1.254, 0.5, 0.0), strict=True))
     numbers, words = meter.take_line(passes)
-    assert (
-        words == "s0 0.2500 (1.0k, 2.0k, 1.25 passes) | s1 - (1, 5, 0.50 passes) | s2 - (0, 0, 0.00 passes)"
-    )
+    expected = "s0 0.2500 (1.0k, 2.0k, 1.25 passes) | s1 - (1, 5, 0.50 passes) | s2 - (0, 0, 0.00 passes)"
+    assert words == expected
     assert numbers["source/s1/loss"] is None and numbers["source/s0/samples_seen"] == 1003
     assert numbers["source/s0/loss_tokens_seen"] == 2040 and numbers["source/s0/passes"] == 1.254
     assert len(numbers) == 3 * 4
@@ -93,25 +91,18 @@ def test_losses_by_source_equal_those_of_each_sample_alone(hf) -> None:
     """Under DP2 x PP2 x VPP2 with the tower on every rank, and under DP2 x TP2 + SP and DP2 x CP2."""
     whole = trainer_of(hf, 128, optimizer=False)
     alone = count_sources([], 3)
-    for samples, sources in zip(weighted_samples(whole), SOURCES, strict=True):
-        for sample, source in zip(samples, sources, strict=True):
-            row = pack_row([sample], whole.spec, 128)
-            [given] = (
-                BatchBroadcast(whole.grid, whole.platform, iter([row]), 1, spec=whole.spec).next_batch().rows
-            )
-            with torch.no_grad():
-                losses = whole.model_chunks[0].module(given).view(-1)
-            alone.samples[source] += 1
-            alone.tokens[source] += int((row.loss_mask != 0).sum())
-            alone.losses[source] += float((losses * row.loss_mask).double().sum())
+    for sample, source in zip(sum(weighted_samples(whole), []), sum(SOURCES, []), strict=True):
+        row = pack_row([sample], whole.spec, 128)
+        batches = BatchBroadcast(whole.grid, whole.platform, iter([row]), 1, spec=whole.spec)
+        with torch.no_grad():
+            losses = whole.model_chunks[0].module(batches.next_batch().rows[0]).view(-1)
+        alone.samples[source] += 1
+        alone.tokens[source] += int((row.loss_mask != 0).sum())
+        alone.losses[source] += float((losses * row.loss_mask).double().sum())
     assert alone.samples.tolist() == [3, 2, 2] and alone.tokens.min() > 0
 
-    layouts: list[dict[str, Any]] = [
-        {"pp": 2, "vpp": 2, "decoupled": True},
-        {"tp": 2, "sequence_parallel": True},
-        {"cp": 2},
-    ]
-    for layout in layouts:
+    decoupled = {"pp": 2, "vpp": 2, "decoupled": True}
+    for layout in (decoupled, {"tp": 2, "sequence_parallel": True}, {"cp": 2}):
         trainer = trainer_of(hf, 128, optimizer=False, **layout)
         grid, rows = trainer.grid, []
         for samples, sources in zip(weighted_samples(trainer), SOURCES, strict=True):

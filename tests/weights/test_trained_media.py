@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoProcessor, AutoTokenizer
@@ -23,13 +22,8 @@ from tests.support.run_json import write_run_json
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
-TRAINED = {
-    "min_pixels": 3136,
-    "max_pixels": 200704,
-    "video_max_pixels": 100352,
-    "video_fps": 1.0,
-    "video_max_frames": 8,
-}
+TRAINED = {"min_pixels": 3136, "max_pixels": 200704, "video_max_pixels": 100352}
+TRAINED |= {"video_fps": 1.0, "video_max_frames": 8}
 RUN_FIELDS = {f"data.{name}": value for name, value in TRAINED.items()} | {"data.seq_len": 128}
 
 
@@ -48,16 +42,12 @@ def step(hf: Path, tmp_path: Path) -> Path:
     return step
 
 
-def facts(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / EXPORT_FACTS_FILE).read_text())
-
-
 def test_media_command_writes_the_limits_and_notes_others(
     hf: Path, step: Path, tmp_path: Path, capsys
 ) -> None:
     words = ["export", "--checkpoint", str(step), "--hf", str(hf), "--out", str(tmp_path / "out")]
     assert main(words) == 0
-    assert facts(tmp_path / "out")["media"] == TRAINED
+    assert exported_media(tmp_path / "out") == TRAINED
     said = capsys.readouterr().out
     assert "note: training saw media with" in said and "max_pixels 200704 (processor config: " in said
     assert "video_fps" not in said  # the folder does not say how it samples videos
@@ -68,49 +58,46 @@ def test_media_command_writes_the_limits_and_notes_others(
     assert "note: training saw media with video_max_pixels 100352 (processor config: 200704)" in said
 
 
-def test_media_limits_stay_with_the_weights(hf: Path, step: Path, tmp_path: Path) -> None:
-    """Split, merged, exported, and converted and exported again."""
-    reshard_weights(step, tmp_path / "split", {"tp": 2, "pp": 1})
-    reshard_weights(tmp_path / "split", tmp_path / "merged")
-    export_weights(tmp_path / "merged", hf, tmp_path / "out")
-    convert_weights(tmp_path / "out", tmp_path / "again")
-    export_weights(tmp_path / "again", hf, tmp_path / "back")
-    assert exported_media(tmp_path / "back") == exported_media(tmp_path / "out") == TRAINED
+def there_and_back(hf: Path, step: Path, folder: Path) -> list[Path]:
+    """Exports of a step that was split and merged, and of that export after another conversion."""
+    reshard_weights(step, folder / "split", {"tp": 2, "pp": 1})
+    reshard_weights(folder / "split", folder / "merged")
+    export_weights(folder / "merged", hf, folder / "out")
+    convert_weights(folder / "out", folder / "again")
+    export_weights(folder / "again", hf, folder / "back")
+    return [folder / "out", folder / "back"]
 
-    # A folder that another export wrote does not keep its limits, and a released one has none.
-    convert_weights(hf, tmp_path / "released")
-    export_weights(tmp_path / "released", hf, tmp_path / "back", force=True)
-    assert not (tmp_path / "back" / EXPORT_FACTS_FILE).exists()
+
+def released_again(hf: Path, folder: Path) -> Path:
+    """An export of released weights to a folder that another export wrote."""
+    convert_weights(hf, folder / "released")
+    export_weights(folder / "released", hf, folder / "back", force=True)
+    return folder / "back"
+
+
+def test_media_limits_stay_with_the_weights(hf: Path, step: Path, tmp_path: Path) -> None:
+    assert all(exported_media(folder) == TRAINED for folder in there_and_back(hf, step, tmp_path))
+    assert not (released_again(hf, tmp_path) / EXPORT_FACTS_FILE).exists()
 
 
 def test_given_template_is_the_only_one_of_the_export(hf: Path, step: Path, tmp_path: Path) -> None:
-    """Also of weights that were split and merged, and of an export that was converted and exported again."""
     template = read_run_template(hf, TOOLS_TEMPLATE)
     edit(hf / "tokenizer_config.json", chat_template="that of a text model")  # as the released Qwen2.5-VL
     digests = text_digests(hf) | {"chat template": "CRC-32 of the given one"}
     write_run_json(step, {"fields": RUN_FIELDS | {"data.chat_template": template} | digests})
-    reshard_weights(step, tmp_path / "split", {"tp": 2, "pp": 1})
-    reshard_weights(tmp_path / "split", tmp_path / "merged")
-    export_weights(tmp_path / "merged", hf, tmp_path / "out")
-    convert_weights(tmp_path / "out", tmp_path / "again")
-    export_weights(tmp_path / "again", hf, tmp_path / "back")
     turns = [{"role": "user", "content": "?"}, PROBE_TURNS[1]]
     encoder = ChatEncoder(hf, read_spec(hf), DataConfig(chat_template=TOOLS_TEMPLATE))
     expected = encoder.render_conversation(turns)
     assert '<tool_call>\n{"name": "look_up_the_weather", "arguments": {"city": "Oslo"}}' in expected
-    for folder in (tmp_path / "out", tmp_path / "back"):
+    for folder in there_and_back(hf, step, tmp_path):
         for serving_class in (AutoTokenizer, AutoProcessor):
-            assert (
-                serving_class.from_pretrained(folder).apply_chat_template(turns, tokenize=False) == expected
-            )
+            served = serving_class.from_pretrained(folder)
+            assert served.apply_chat_template(turns, tokenize=False) == expected
         assert read_chat_template(folder) == template and not chat_template_note(folder)
         assert json.loads((folder / "chat_template.json").read_text())["chat_template"] == template
-        assert exported_media(folder) == TRAINED
 
     # The template of an earlier export does not stay in its folder.
-    convert_weights(hf, tmp_path / "released")
-    export_weights(tmp_path / "released", hf, tmp_path / "back", force=True)
-    assert read_chat_template(tmp_path / "back") == read_chat_template(hf) != template
+    assert read_chat_template(released_again(hf, tmp_path)) == read_chat_template(hf) != template
 
 
 def test_export_compares_a_tokenizer_without_tokenizer_json(hf: Path, step: Path, tmp_path: Path) -> None:
@@ -135,10 +122,10 @@ def test_damaged_run_json_is_refused(hf: Path, step: Path, tmp_path: Path, damag
     text = (step / "run.json").read_text()
     changed = text.replace("200704", "200705") if damage == "edited" else text[:-20]
     (step / "run.json").write_text(changed)
-    with pytest.raises(WeightsError, match=r"run\.json was changed after it was written"):
-        export_weights(step, hf, tmp_path / "out")
-    with pytest.raises(WeightsError, match=r"run\.json was changed after it was written"):
-        reshard_weights(step, tmp_path / "merged")
+    for write in (export_weights, reshard_weights):
+        arguments = (step, hf) if write is export_weights else (step,)
+        with pytest.raises(WeightsError, match=r"run\.json was changed after it was written"):
+            write(*arguments, tmp_path / "refused")
 
     # The weights alone are whole.
     shutil.copytree(step / "weights", tmp_path / "weights")

@@ -1,9 +1,10 @@
-"""The on-disk format: cuts and their inverses, any slice from any layout, and a manifest that
-is always true."""
+"""The on-disk format: cuts and their inverses, any slice from any layout, a manifest that is always true, and
+which checkpoint of a run's folder is the latest."""
 
 import hashlib
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,13 @@ from megatron_vl.spec.tensors import (
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
+from megatron_vl.weights.run_folder import (
+    CheckpointError,
+    SavedCheckpoint,
+    find_latest_checkpoint,
+    saved_checkpoints,
+    step_dir_path,
+)
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     TensorReader,
@@ -31,22 +39,10 @@ from megatron_vl.weights.tensor_files import (
 )
 from megatron_vl.weights.weight_reader import WeightReader
 
-TOWER = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 8,
-    "intermediate_size": 43,
-    "out_hidden_size": 32,
-    "patch_size": 4,
-}
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "vocab_size": 40,
-}
+TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 8, "intermediate_size": 43, "out_hidden_size": 32}
+TOWER |= {"patch_size": 4}
+TEXT = {"hidden_size": 32, "intermediate_size": 24, "num_attention_heads": 8, "num_key_value_heads": 2}
+TEXT |= {"num_hidden_layers": 4, "vocab_size": 40}
 CONFIG = {
     "model_type": "qwen2_5_vl",
     **TEXT,
@@ -61,13 +57,6 @@ MOE_CONFIG = {
     "text_config": {**TEXT, "head_dim": 8, **EXPERTS, **ROPE},
     "vision_config": {**TOWER, "num_position_embeddings": 9, "deepstack_visual_indexes": [0]},
 }
-LAYOUTS = [
-    {"tp": 1},
-    {"tp": 2},
-    {"tp": 8},
-    {"tp": 4, "pp": 2, "layers": [0, 4]},
-    {"tp": 2, "pp": 2, "vpp": 2},
-]
 CUTS = [Sharding(ep=1), Sharding(ep=8), Sharding(ep=2, etp=3), Sharding(ep=4, etp=2), Sharding(etp=4)]
 
 
@@ -129,37 +118,41 @@ def test_cut_of_a_gated_tensor_has_its_part_of_both_halves() -> None:
         assert cut_shard(torch.arange(8), info, 1, Sharding(2)).tolist() == expected
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_slices_are_read_out_of_any_layout(tmp_path, spec, full, layout: dict) -> None:
+MODELS = {
+    "dense": (CONFIG, [Sharding(tp) for tp in (1, 2, 4, 8)]),
+    "experts": (MOE_CONFIG, [cut._replace(tp=1 + i % 2) for i, cut in enumerate(CUTS)]),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", {"tp": 1}),
+        ("dense", {"tp": 2}),
+        ("dense", {"tp": 8}),
+        ("dense", {"tp": 4, "pp": 2, "layers": [0, 4]}),
+        ("dense", {"tp": 2, "pp": 2, "vpp": 2}),
+        ("experts", {}),
+        ("experts", {"tp": 2, "pp": 2, "ep": 4, "etp": 2}),
+        ("experts", {"tp": 4, "pp": 2, "vpp": 2, "ep": 2}),
+        ("experts", {"tp": 1, "etp": 3}),
+    ],
+    ids=str,
+)
+def test_slices_are_read_out_of_any_layout(tmp_path: Path, model: str, layout: dict) -> None:
+    config, cuts = MODELS[model]
+    spec = read_spec(config)
+    full = random_tensors(spec)
     write_shards(tmp_path, spec, full, make_layout(spec, **layout))
     reader = WeightReader(tmp_path)
     assert reader.spec == spec and reader.layout == make_layout(spec, **layout)
     assert reader.tensor_names() == list(full)
     for name, info in tensor_table(spec).items():
         assert reader.dtype(name) == full[name].dtype
-        for tp in (1, 2, 4, 8):
-            for rank in range(tp):
-                got = reader.read_shard(name, rank, Sharding(tp))
-                assert got.dtype == full[name].dtype
-                assert torch.equal(got, cut_shard(full[name], info, rank, Sharding(tp))), (name, rank, tp)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"tp": 2, "pp": 2, "ep": 4, "etp": 2}, {"tp": 4, "pp": 2, "vpp": 2, "ep": 2}, {"tp": 1, "etp": 3}],
-    ids=str,
-)
-def test_experts_are_read_out_of_any_layout(tmp_path: Path, layout: dict) -> None:
-    spec = read_spec(MOE_CONFIG)
-    full = random_tensors(spec)
-    write_shards(tmp_path, spec, full, make_layout(spec, **layout))
-    reader = WeightReader(tmp_path)
-    assert reader.layout == make_layout(spec, **layout)
-    for name, info in tensor_table(spec).items():
-        for cut in [*(cut._replace(tp=1 + i % 2) for i, cut in enumerate(CUTS)), reader.sharding]:
+        for cut in [*cuts, reader.sharding]:
             for part in range(cut.num_shards(info)):
-                want = cut_shard(full[name], info, part, cut)
-                assert torch.equal(reader.read_shard(name, part, cut), want), (name, part, cut)
+                got, want = reader.read_shard(name, part, cut), cut_shard(full[name], info, part, cut)
+                assert got.dtype == want.dtype and torch.equal(got, want), (name, part, cut)
                 for expert in range(len(want) if info.num_experts else 0):
                     assert torch.equal(reader.read_shard(name, part, cut, expert_index=expert), want[expert])
 
@@ -200,8 +193,7 @@ def test_write_refuses_incomplete_entries_and_wrong_places(tmp_path) -> None:
 
 
 def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """The library reads them; tensors are aligned although types are mixed; the manifest hashes
-    the stored bytes."""
+    """Tensors are aligned although types are mixed; the manifest hashes the stored bytes."""
     layout = make_layout(spec, tp=2, pp=2)
     write_shards(tmp_path, spec, full, layout)
     manifest = json.loads((tmp_path / MANIFEST_FILE).read_text())
@@ -209,10 +201,8 @@ def test_files_are_plain_safetensors(tmp_path: Path, spec: ModelSpec, full: dict
         stored = load_file(tmp_path / file)
         assert stored.keys() == entry["tensors"].keys()
         for name, tensor in stored.items():
-            assert (
-                hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
-                == entry["tensors"][name]
-            )
+            data = tensor.view(torch.uint8).numpy().tobytes()
+            assert hashlib.sha256(data).hexdigest() == entry["tensors"][name]
         header = read_safetensors_header(tmp_path / file)
         assert len(header) % 8 == 0
         for name, place in json.loads(header[8:]).items():
@@ -242,14 +232,10 @@ def test_rank_reads_its_own_file_only(tmp_path: Path, spec: ModelSpec, full: dic
         (tmp_path / f"{file}.safetensors").write_bytes(b"")
     for name, info in tensor_table(spec).items():
         if layout.owning_pipeline_rank(info) == 1:
-            assert torch.equal(
-                reader.read_shard(name, 1, Sharding(2)), cut_shard(full[name], info, 1, Sharding(2))
-            )
+            expected = cut_shard(full[name], info, 1, Sharding(2))
+            assert torch.equal(reader.read_shard(name, 1, Sharding(2)), expected)
     with pytest.raises(WeightsError, match="tp01_pp00.safetensors is not a whole safetensors file"):
         reader.read_shard(EMBEDDING_TENSOR, 1, Sharding(2))
-
-
-# --- Writing what is not the model --------------------------------------------------------------------------
 
 
 def test_replicas_that_differ_are_reported(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
@@ -265,9 +251,6 @@ def test_replicas_that_differ_are_reported(tmp_path: Path, spec: ModelSpec, full
     with pytest.warns(UserWarning, match=name):
         write_manifest(tmp_path, spec, layout, entries)
     assert torch.equal(WeightReader(tmp_path).read_shard(name), full[name])
-
-
-# --- Reading what somebody handed over ----------------------------------------------------------------------
 
 
 def edited(folder: Path, **changes: object) -> None:
@@ -304,15 +287,6 @@ def test_bad_manifests(unsplit: Path, changes: dict, message: str) -> None:
         WeightReader(unsplit)
 
 
-def test_manifest_entry_cannot_name_another_file(unsplit: Path, full: dict[str, Tensor]) -> None:
-    """A file is known by its checked key; a field ``file`` beside it means nothing."""
-    files = json.loads((unsplit / MANIFEST_FILE).read_text())["files"]
-    edited(unsplit, files={name: {**entry, "file": "../x.safetensors"} for name, entry in files.items()})
-    weight_reader = WeightReader(unsplit)
-    name = next(iter(full))
-    assert torch.equal(weight_reader.read_shard(name), full[name])
-
-
 def test_manifest_edits_are_noticed(unsplit, spec) -> None:
     """This includes fields that nothing else depends on; the order of keys and spaces do not count."""
     manifest = json.loads((unsplit / MANIFEST_FILE).read_text())
@@ -326,17 +300,6 @@ def test_manifest_edits_are_noticed(unsplit, spec) -> None:
     assert WeightReader(unsplit).spec == spec
 
 
-# --- Damage to what is stored -------------------------------------------------------------------------------
-
-
-def flip(file: Path, at: int) -> None:
-    with file.open("r+b") as f:
-        f.seek(at)
-        byte = f.read(1)[0]
-        f.seek(at)
-        f.write(bytes([byte ^ 16]))
-
-
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_flipped_bit_is_refused_by_name(tmp_path, spec, full, tp: int) -> None:
     """Any slice makes the whole stored tensor be compared; other tensors and ranks stay usable."""
@@ -345,10 +308,10 @@ def test_flipped_bit_is_refused_by_name(tmp_path, spec, full, tp: int) -> None:
     file = tmp_path / "tp01_pp01.safetensors"
     name = "language_model.decoder.layers.3.mlp.linear_fc2.weight"
     header = read_safetensors_header(file)
-    flip(file, len(header) + json.loads(header[8:])[name]["data_offsets"][1] - 1)
-    reader = WeightReader(tmp_path)
-    refused = 0
-
+    data = bytearray(file.read_bytes())
+    data[len(header) + json.loads(header[8:])[name]["data_offsets"][1] - 1] ^= 16
+    file.write_bytes(data)
+    reader, refused = WeightReader(tmp_path), 0
     for rank in range(tp):
         try:
             got = reader.read_shard(name, rank, Sharding(tp))
@@ -357,9 +320,31 @@ def test_flipped_bit_is_refused_by_name(tmp_path, spec, full, tp: int) -> None:
             refused += 1
         else:
             assert torch.equal(got, cut_shard(full[name], reader.tensor_infos[name], rank, Sharding(tp)))
-
     assert refused == max(1, tp // 2)
     for other in set(full) - {name}:
         assert torch.equal(reader.read_shard(other), full[other])
     unverified = WeightReader(tmp_path, should_verify=False).read_shard(name)
     assert not torch.equal(unverified, full[name])  # who asks for it gets what is there
+
+
+def test_latest_checkpoint_is_the_largest_step_wherever_the_folder_lies(tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    for step in (2, 100_000_000, 4):
+        step_dir_path(run, step).mkdir(parents=True)
+    for name in ("step_900000000.partial", "step_x", "steps_3", "step_800000000.old.partial"):
+        (run / name).mkdir()
+    (run / "step_700000000").write_text("")
+    shutil.move(run, moved)
+    assert find_latest_checkpoint(moved) == SavedCheckpoint(moved / "step_100000000", 100_000_000)
+    assert [saved.step for saved in saved_checkpoints(moved)] == [2, 4, 100_000_000]
+    assert find_latest_checkpoint(run) is find_latest_checkpoint(moved / "step_700000000") is None
+
+
+def test_interrupted_rollback_must_be_finished_first(tmp_path: Path) -> None:
+    step_dir_path(tmp_path, 6).mkdir()
+    (tmp_path / "abandoned" / "after_step_00000004").mkdir(parents=True)
+    assert find_latest_checkpoint(tmp_path) == SavedCheckpoint(tmp_path / "step_00000006", 6)
+    (tmp_path / "abandoned" / "after_step_00000002.partial").mkdir()
+    command = f"finish it with `megatron-vl checkpoint rollback {tmp_path} 2`"
+    with pytest.raises(CheckpointError, match=command):
+        find_latest_checkpoint(tmp_path)

@@ -76,7 +76,7 @@ class HostCopies:
     def is_pinned(self) -> bool:
         """Whether the copies go to pinned memory: only if the host has twice as much left."""
         tensors = [tensor for sources in self._sources.values() for tensor in sources]
-        needed_gib = sum(map(_num_bytes, tensors)) / host_memory.GIB
+        needed_gib = sum(tensor.nbytes for tensor in tensors) / host_memory.GIB
         has_room = 2 * needed_gib < host_memory.available_gib_per_rank()
         return has_room and any(tensor.is_cuda for tensor in tensors)
 
@@ -91,7 +91,7 @@ class HostCopies:
     def reserve(self, memory: HostBlocks) -> list[Tensor]:
         torch.cuda.set_device(self._device)  # a thread begins on the first GPU
         return memory.regions(
-            [sum(map(_num_bytes, sources)) for sources in self._sources.values()], self.is_pinned
+            [sum(tensor.nbytes for tensor in sources) for sources in self._sources.values()], self.is_pinned
         )
 
     @torch.no_grad()
@@ -106,7 +106,3 @@ class HostCopies:
                     part.view(source.shape).copy_(source, non_blocking=True)
                 self._stream.synchronize()  # so that peers see progress after each
                 progress.note_progress()
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
