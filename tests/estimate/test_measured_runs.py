@@ -2,7 +2,8 @@
 
 Steps are longer than estimated with experts and rows of 8,192 tokens, whose kernels the processor launches,
 and with adapters of Qwen3.5 in short rows. Memory is estimated too high with experts, and too low in small
-runs.
+runs. Peaks of a tower on every rank with more than four rows a step were measured before their features moved
+to host memory, and are left out.
 """
 
 import itertools
@@ -69,8 +70,8 @@ def test_estimates_are_as_near_as_the_page_says() -> None:
     sizes = [abs(run.estimated_gib / run.facts["gib"] - 1) for run in measured_runs() if run.facts["gib"]]
     near_times = [error for error in times if error <= TIME_BOUND]
     near_sizes = [error for error in sizes if error <= MEMORY_BOUND]
-    assert (len(near_times), len(times)) == (108, 114) and statistics.mean(near_times) < 0.06
-    assert (len(near_sizes), len(sizes)) == (70, 87) and statistics.mean(near_sizes) < 0.02
+    assert (len(near_times), len(times)) == (109, 115) and statistics.mean(near_times) < 0.06
+    assert (len(near_sizes), len(sizes)) == (62, 76) and statistics.mean(near_sizes) < 0.02
     assert max(times) < 0.4 and max(sizes) < 0.2
 
 
