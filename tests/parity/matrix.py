@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from .cases import CASES, MOE, MOE35, Q2, Q3, Q25, Q35, chosen_by_make_test
-from .choice import settings
+from .cases import CASES, MOE, MOE35, Q2, Q3, Q25, Q35, QUICK
 
 FAMILIES = {
     Q2: "Qwen2-VL",
@@ -24,7 +23,38 @@ FAMILIES = {
 PARITY = "tests/parity/test_parity.py::test_parity"
 
 
+TEXT_ONLY = {"text", "short_text", "without_loss"}
+"""Samples without images and videos."""
+
+
 # --- What the parity table holds ----------------------------------------------------------------------------
+
+
+def settings(case: dict[str, Any]) -> set[tuple[str, str]]:
+    """The settings of a case.
+
+    Rows differ by the kinds of samples in them, layer splits by their irregularities.
+    """
+    found = {
+        (field, repr(value)) for field, value in case.items() if field not in ("name", "steps", "layers")
+    }
+    kinds = {kind for step in case["steps"] for row in step for kind in row}
+    found |= {("sample", kind) for kind in kinds}
+
+    rows = [row for step in case["steps"] for row in step]
+    if kinds - TEXT_ONLY and any(set(row) <= TEXT_ONLY for row in rows):
+        found.add(("rows", "with and without images"))
+    if any(len(row) > 1 for row in rows):
+        found.add(("rows", "packed"))
+    if len(case["steps"]) > 1:
+        found.add(("steps", "several"))
+
+    layers = case.get("layers") or []
+    if len(set(layers)) > 1:
+        found.add(("layers", "uneven"))
+    if 0 in layers:
+        found.add(("layers", "an empty stage or chunk"))
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,9 +161,7 @@ EXPERTS_ALONE = ("Expert parallel (EP)", "Expert tensor parallel (ETP)", BALANCI
 def entries() -> tuple[Entry, ...]:
     """All cases of the table."""
     return tuple(
-        Entry(ranks, case, case["name"] in chosen_by_make_test())
-        for ranks, cases in CASES.items()
-        for case in cases
+        Entry(ranks, case, case["name"] in QUICK) for ranks, cases in CASES.items() for case in cases
     )
 
 
@@ -206,7 +234,7 @@ PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
         "tests/toolkit/test_generate.py::test_generate_equals_transformers_with_its_own_processor": GENERATING
     },
     "`evaluate` gives the model what its own processor makes of a video": {
-        "tests/toolkit/test_evaluate_sets.py::test_videos_are_encoded_as_by_the_checkpoints_processor": (
+        "tests/toolkit/test_evaluate.py::test_videos_are_encoded_as_by_the_checkpoints_processor": (
             *DENSE,
             Q35,
         )
