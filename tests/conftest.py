@@ -37,7 +37,7 @@ settings.load_profile("tests")
 LONGEST = """
 training/test_lora parity/test_parity training/test_run training/test_faults kernels/test_triton_kernels
 training/test_mtp training/test_resume training/test_export_hf models/test_mtp toolkit/test_parity
-toolkit/test_answers_at_end test_docs training/test_context_parallel estimate/test_flops
+toolkit/test_train test_docs training/test_context_parallel estimate/test_flops
 kernels/test_shard_exchange training/test_offload training/test_signals test_start models/moe/test_experts
 converters/test_restart test_examples data/test_row_loader toolkit/test_bench converters/test_round_trip
 converters/test_lora training/test_optimizer kernels/test_delta_rule_kernels toolkit/test_plan

@@ -1,5 +1,4 @@
-"""A wrong field is refused before anything starts, with its name and valid values; --help
-explains every field."""
+"""A wrong field is refused before anything starts, with its name and valid values; --help explains all."""
 
 import dataclasses
 import math
@@ -96,7 +95,7 @@ def test_list_is_written_with_and_without_brackets(words: list[str], tmp_path: P
     assert parse_config(words).parallel.layers == [3, 1]
     assert parse_config(["--recompute.language_modules", "mlp"]).recompute.language_modules == ["mlp"]
     run = tmp_path / "run.yaml"
-    run.write_text("parallel: {layers: '3,1'}\nprofile: {steps: 5,7}\n".replace("5,7", "[5, 7]"))
+    run.write_text("parallel: {layers: '3,1'}\nprofile: {steps: [5, 7]}\n")
     parsed = parse_config(["--config", str(run)])
     assert (parsed.parallel.layers, parsed.profile.steps) == ([3, 1], [5, 7])
 
@@ -107,11 +106,7 @@ def test_list_is_written_with_and_without_brackets(words: list[str], tmp_path: P
         ("steps: 3\noptimizer:\n  offload: true", 3, r"optimizer.offload is unknown; did you mean"),
         ("seed: 3\noptimiser:\n  lr: 3", 3, r"optimiser.lr is unknown; did you mean"),
         ("seed: 3\nsteps: five", 2, r"field 'steps': expected a whole number, got five$"),
-        (
-            "parallel:\n  tp: 2\n  layers: [1, x]",
-            3,
-            r"field 'parallel.layers': expected a list of whole numbers such as \[8,20\] or 'auto' or",
-        ),
+        ("parallel:\n  tp: 2\n  layers: [1, x]", 3, "field 'parallel.layers': .* list of whole .* or 'auto'"),
         ("seed: 3\nparallel: 2", 2, r"parallel is a section; give its fields, such as parallel.tp or "),
         ("seed: 3\nmodel: a/b", 2, r"there is no model: set model.hf"),
         ("steps: 3\nseed: 3\nsteps: 4", 3, r"field 'steps' is in line 1 already"),
@@ -148,18 +143,11 @@ def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
         assert ("stepz" in capsys.readouterr().err) == speaks
 
 
+WSD = "--optimizer.schedule wsd --optimizer.warmup_steps 8"
 IMPOSSIBLE = [
-    (
-        "--steps 10 --optimizer.schedule wsd --optimizer.warmup_steps 8 --optimizer.decay_steps 3",
-        1,
-        "decay_steps 3 and 8 steps of warm-up",
-    ),
+    (f"--steps 10 {WSD} --optimizer.decay_steps 3", 1, "decay_steps 3 and 8 steps of warm-up"),
     ("--steps 10 --optimizer.decay_steps 3", 1, "decay_steps 3 needs optimizer.schedule wsd"),
-    (
-        "--fp8.recipe tensorwise --fp8.vision true --vision.placement decoupled",
-        1,
-        "needs vision.placement first_stage",
-    ),
+    ("--fp8.recipe tensorwise --fp8.vision true --vision.placement decoupled", 1, "placement first_stage"),
     ("--parallel.tp 3", 4, "do not divide the world size 4; start a multiple of 3 processes"),
     ("--global_batch_size 3", 2, r"the data-parallel size 2 \(2 ranks / \(tp 1 x pp 1\)\); take 2 or 4$"),
     ("--parallel.vpp 2", 1, "parallel.vpp 2 needs pp of at least 2"),
@@ -174,7 +162,7 @@ IMPOSSIBLE = [
     ("--data.min_pixels 9 --data.max_pixels 8", 1, "data.min_pixels 9"),
     ('--recompute.language_modules ["attn"]', 1, "expected one of 'core_attn', 'mlp', 'layernorm'"),
     (
-        "--model.freeze_vision=true --model.freeze_merger=true --model.freeze_language=true",
+        "--model.freeze_vision true --model.freeze_merger true --model.freeze_language true",
         1,
         "nothing to train",
     ),
@@ -186,11 +174,7 @@ IMPOSSIBLE = [
     ("--recompute.offload_inputs true", 1, "set recompute.language to full, or recompute.vision"),
     ("--data.seq_len 4096 --parallel.cp 3", 3, r"of 3 \(parallel.cp 3\); take 4095 or 4098"),
     ("--checkpoint.export_hf last", 1, "export_hf last needs checkpoint.dir"),
-    (
-        "--checkpoint.dir r --checkpoint.export_hf 4 --checkpoint.interval 3",
-        1,
-        "4 must be a multiple of checkpoint.interval 3",
-    ),
+    ("--checkpoint.dir r --checkpoint.export_hf 4 --checkpoint.interval 3", 1, "a multiple of .*interval 3"),
     ("--profile.steps [5,7]", 4, "profile.steps needs checkpoint.dir"),
     ("--checkpoint.dir r --profile.steps [5]", 4, r"profile.steps \[5\] must be the first and the last"),
     ("--checkpoint.dir r --profile.steps [0,2]", 4, "between 1 and the last step"),
@@ -212,8 +196,8 @@ def test_impossible_values_are_refused_by_name(words: str, world_size: int, mess
     rows=st.integers(1, 600),
 )
 def test_rows_that_fp8_cannot_multiply_are_refused(recipe, sizes, sequence_parallel, rows) -> None:
-    """Transformer Engine's own rules: its layers assert 8 rows in what a rank passes in, and Tensor Cores
-    need 16 in the products of a weight's gradient, blockwise scaling a block of 128."""
+    """Layers of Transformer Engine assert 8 rows in what a rank passes in; Tensor Cores need 16 in the
+    products of a weight's gradient, blockwise scaling a block of 128."""
     tp, cp = sizes
     sequence_parallel &= tp > 1
     seq_len = cp * (tp if sequence_parallel else 1) * rows
@@ -230,7 +214,6 @@ NUMBERS_CHECKED_WITH_OTHERS = {"checkpoint.export_hf", "profile.ranks", "profile
 
 
 def test_every_number_has_a_range():
-    """Without a bound, a bad number would only be noticed by whatever breaks first."""
     numbers = {name for name, hint in field_types().items() if {int, float} & {hint, *typing.get_args(hint)}}
     assert {"steps", "optimizer.eps", "checkpoint.keep", "data.video_fps"} <= numbers
     for name in numbers - NUMBERS_CHECKED_WITH_OTHERS:

@@ -32,7 +32,6 @@ def test_written_pages_are_those_of_the_code(name: str) -> None:
 
 
 def test_one_model_of_the_page_of_gpus_is_as_the_code_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them take half a minute."""
     monkeypatch.setattr(HOOKS, "GPU_PAGE_MODELS", ["Qwen2.5-VL-7B-Instruct"])
     assert HOOKS.gpus_for_models() in (ROOT / "docs" / "which-gpu.md").read_text(), "run `make pages`"
 

@@ -52,7 +52,7 @@ def test_refusals_have_one_base():
 
 
 class OutOfMemoryError(RuntimeError):
-    """An out-of-memory error under torch's name."""
+    """Has the name of torch's."""
 
 
 @pytest.mark.parametrize(

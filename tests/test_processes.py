@@ -6,10 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from megatron_vl import launch
+from megatron_vl.parallel import heartbeat
+from megatron_vl.system import host_memory
 from megatron_vl.system.processes import kill_process_tree, list_children
 from tests.support.ranks import python_path
 
@@ -29,8 +33,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def test_living_children_with_their_words(tmp_path: Path) -> None:
-    # The kernel puts the program's name in parentheses into the line of numbers: one that looks like its end
-    # is no harm.
+    # The kernel puts the program's name in parentheses into the line of numbers; this looks like its end.
     program = tmp_path / "a) R 1 (b"
     program.symlink_to("/bin/sleep")
     running = subprocess.Popen([program, "60"])
@@ -59,7 +62,6 @@ print("saw one die", flush=True)
 
 
 def test_tree_is_killed_from_the_top_also_below_a_session_of_its_own() -> None:
-    """A launcher could start the next one, or end as if all were well."""
     root = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True)
     assert root.stdout is not None
     with root.stdout:
@@ -91,25 +93,14 @@ def test_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
 
 
 def test_memory_and_own_process_are_known_without_proc(monkeypatch):
-    from megatron_vl import launch
-    from megatron_vl.parallel import heartbeat
-    from megatron_vl.system import host_memory
-
-    def fails(*_):
-        raise FileNotFoundError("/proc/meminfo")
-
-    def not_found(*_):
-        raise psutil.NoSuchProcess(1)
-
-    monkeypatch.setattr(psutil, "virtual_memory", fails)
-    monkeypatch.setattr(psutil, "Process", not_found)
+    monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=FileNotFoundError("/proc/meminfo")))
+    monkeypatch.setattr(psutil, "Process", Mock(side_effect=psutil.NoSuchProcess(1)))
     assert host_memory.available_bytes() > 0 and host_memory.memory_limits_text()
     assert heartbeat.own_process().pid == os.getpid() and not heartbeat.own_process().is_local()
     assert launch._find_rank_pids() == [] and not launch._is_stopped_process(1)
 
 
 def test_closed_stderr_is_no_bug(tmp_path):
-    """Its number must not go to a file, and nothing may write to None."""
     words = [sys.executable, "-m", "toolkit", "data", "convert", "--input", str(tmp_path / "none.jsonl")]
     words += ["--out", str(tmp_path / "out")]
     ended = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True)

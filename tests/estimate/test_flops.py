@@ -1,8 +1,7 @@
 """Compares our FLOP counts with torch's counter over the Hugging Face model and over our own modules.
 
-Both sides compute whole squares for causal attention (eager in ``transformers``, the plain implementation
-of SDPA in our modules), and our modules the padded columns of the vision FFN; what our counts leave out
-is added here.
+Both sides compute whole squares for causal attention, and our modules the padded columns of the vision FFN;
+what our counts leave out is added here.
 """
 
 import dataclasses
@@ -39,7 +38,7 @@ from tests.support.tiny_trainer import tiny_trainer
 from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs
 
-NO_LORA = LoraConfig()
+TRAINED, NO_LORA = ModelConfig(), LoraConfig()
 HYBRID = ["qwen3_5", "qwen3_5_moe"]
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID]
 TYPICAL = {"qwen3_vl_moe", "qwen3_5"}
@@ -73,18 +72,14 @@ def lengths(samples: list[TokenizedSample], spec: ModelSpec) -> tuple[list[int],
 
 
 def step_flops(
-    spec: ModelSpec,
-    where: tuple,
-    loss_tokens: int,
-    model: ModelConfig | None = None,
-    lora: LoraConfig = NO_LORA,
+    spec: ModelSpec, where: tuple, loss_tokens: int, model: ModelConfig = TRAINED, lora: LoraConfig = NO_LORA
 ) -> float:
     """FLOPs of both passes of a row with :func:`lengths` ``where``."""
-    return needed_flops(spec, model or ModelConfig(), lora, row_sizes(*where, loss_tokens)).total
+    return needed_flops(spec, model, lora, row_sizes(*where, loss_tokens)).total
 
 
 def again_flops(spec: ModelSpec, recompute: RecomputeConfig, where: tuple) -> RowFlops:
-    return repeated_flops(spec, ModelConfig(), NO_LORA, recompute, row_sizes(*where, 0))
+    return repeated_flops(spec, TRAINED, NO_LORA, recompute, row_sizes(*where, 0))
 
 
 def forward_flops(spec: ModelSpec, documents: list[int], head_tokens: int) -> float:
@@ -123,17 +118,15 @@ def counted_step(model: torch.nn.Module, sample: TokenizedSample, spec: ModelSpe
 
 
 def rotary(spec: ModelSpec, tokens: int) -> float:
-    """transformers before 5.24 computes rotary angles as a matrix product with inner dimension 1, which we
-    do not count."""
-    if Version(transformers.__version__) >= Version("5.24"):
-        return 0.0
-    return 2 * 3 * tokens * spec.language.rotary_dim / 2
+    """transformers before 5.24 computes rotary angles as a matrix product, which we do not count."""
+    is_product = Version(transformers.__version__) < Version("5.24")
+    return is_product * 2 * 3 * tokens * spec.language.rotary_dim / 2
 
 
 @pytest.fixture
 def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the delta rule and its convolution in transformers, which computes chunks and a padded
-    convolution, by something without products; gradients pass through all that is given."""
+    """Replaces transformers' delta rule (in chunks) and convolution (padded) by something without products;
+    gradients pass through all that is given."""
 
     def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g, beta, **_):
         # transformers 5.24 repeats the key heads in the rule, earlier versions before it.
@@ -157,8 +150,6 @@ def with_families(cases: Iterable[str], usual: str, typical: set[str]) -> list[A
 
 @pytest.mark.parametrize(("frozen", "family"), with_families(FREEZE, "nothing", {"qwen3_vl_moe"}))
 def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family: str, frozen: str) -> None:
-    """Forward and backward with each part frozen alone: frozen weights get no gradients, and needless ones
-    are left out."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm, freeze = read_spec(hf), read_pixel_norm(hf), ModelConfig(**FREEZE[frozen])
     model, sample = load(hf), make_sample("mixed", spec, 0)
@@ -180,15 +171,13 @@ LORA_TARGETS = {
     "merger": ["merger"],
     "later layers": [r".*language_model.*\.(1|3)\..*(o_proj|out_proj)"],
     "second block": [r".*visual\.blocks\.1\..*attn\.qkv", "merger"],
-    "beside a trained merger": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
-    "beside trained norms": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
-    "beside trained ends": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
 }
 WHOLE_MODULES = {
     "beside a trained merger": ["visual.merger"],
     "beside trained norms": ["layers.1.post_attention_layernorm", "blocks.1.norm2"],
     "beside trained ends": ["patch_embed", "embed_tokens", "lm_head"],
 }
+LORA_TARGETS |= dict.fromkeys(WHOLE_MODULES, [r".*language_model.*\.3\..*(o_proj|out_proj)"])
 
 
 @pytest.mark.parametrize(("targets", "family"), with_families(LORA_TARGETS, "all", TYPICAL))
@@ -215,7 +204,7 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
     ours = step_flops(spec, where, len(loss_tokens_of(sample)), lora=lora)
     # transformers computes the other half of the squares, and no delta rule.
     softmax, delta_rule = (attention_flops(spec, where[0], linear=linear) for linear in (False, True))
-    layers = _counted_products(spec, ModelConfig(), lora).layers
+    layers = _counted_products(spec, TRAINED, lora).layers
     for layer, squares, rule in zip(layers, softmax, delta_rule, strict=True):
         ours += layer.attention_count * (squares - rule)
     assert counted - ours == rotary(spec, len(sample))
@@ -239,10 +228,7 @@ def counted_flops(hf: str, runs: list[tuple[dict[str, Any], dict[str, Any]]]) ->
 
 @pytest.mark.ranks
 def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
-    """What Megatron-core runs again under each kind of recomputation, and what its modules run at all.
-
-    The output layer runs for the loss tokens and those that fill up their number.
-    """
+    """The output layer runs for the loss tokens and those that fill up their number."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     kinds = [
         RecomputeConfig(),
@@ -282,9 +268,9 @@ def test_multi_token_prediction_equals_counted(tiny_checkpoint) -> None:
     # The last token of a row is listed too.
     sizes = row_sizes(*where, LOSS_INDEX_MULTIPLE + 1)
     squares = max(attention_flops(spec, where[0]))
-    without = needed_flops(spec, ModelConfig(), NO_LORA, sizes).total
+    without = needed_flops(spec, TRAINED, NO_LORA, sizes).total
     for mtp, count in zip((head, whole), with_layer, strict=True):
-        ours = needed_flops(with_mtp, ModelConfig(), NO_LORA, sizes, mtp).total
+        ours = needed_flops(with_mtp, TRAINED, NO_LORA, sizes, mtp).total
         assert count - none == ours - without + 3 * squares
     recompute = RecomputeConfig(**full)
     again = again_flops(with_mtp, recompute, where).total - again_flops(spec, recompute, where).total

@@ -52,7 +52,6 @@ def memory_of(name: str, options: str) -> StageMemory:
 @pytest.mark.parametrize(("family", "world_size", "options"), RUNS, ids=range(len(RUNS)))
 @in_ranks()
 def test_parameters_are_those_of_the_modules(family: str, world_size: int, options: str, hf: Path) -> None:
-    """In every layout, of each stage: all parameters and the trained ones."""
     config, spec = config_of(f"{BASE} {options}"), read_spec(hf)
     layout = run_layout(config, spec, world_size)
     planned = stage_parameters(config, spec, layout, world_size // layout.replica_ranks)
@@ -75,7 +74,7 @@ def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
 
 
 def test_tower_without_adapters_keeps_nothing() -> None:
-    """Neither does a part of the language model: only what adapters or other operators read is kept."""
+    """Nor does a part of the language model: only what adapters or other operators read is kept."""
     attention_alone = "--lora.rank 16 --lora.targets [attention]"
     all_parts = "--lora.rank 16 --lora.targets [language,vision,merger]"
     full, language, attention, everything = (
@@ -100,13 +99,11 @@ TABLE_LINE = re.compile(
 
 @pytest.mark.parametrize("line", [line for line in PAGE.read_text().splitlines() if TABLE_LINE.match(line)])
 def test_page_states_what_is_estimated_today(line: str) -> None:
-    """Every run of the table of docs/lora.md is possible, fits its GPUs, and has the stated figures."""
     name, gpus, gigabytes, options, gib, speed = TABLE_LINE.fullmatch(line).groups()
-    example = read_example(ROOT / "examples" / f"{name}.yaml")
-    path = str(ROOT / "examples" / f"{name}.yaml")
-    config = parse_config(["--config", path, "--lora.rank", "16", *(options or "").split()])
+    path = ROOT / "examples" / f"{name}.yaml"
+    config = parse_config(["--config", str(path), "--lora.rank", "16", *(options or "").split()])
     gpu = find_gpu("H100" if gigabytes == "80" else "H200")
-    prediction = predict_run(config, example.spec, int(gpus), gpu)
+    prediction = predict_run(config, read_example(path).spec, int(gpus), gpu)
     assert int(gib) == round(prediction.peak_gib) and prediction.fits_memory
     assert prediction.tokens_per_second == pytest.approx(int(speed.replace(",", "")), rel=0.01)
 

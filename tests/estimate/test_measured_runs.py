@@ -1,9 +1,4 @@
-"""The closed form beside every measured run of the log (``measured_runs.json``).
-
-Steps are longer than estimated with experts and rows of 8,192 tokens, whose kernels the processor launches,
-and with adapters of Qwen3.5 in short rows. Memory is estimated too high with experts, and too low in small
-runs.
-"""
+"""The closed form beside every measured run of the log (``measured_runs.json``)."""
 
 import itertools
 import json

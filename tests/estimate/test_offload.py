@@ -116,10 +116,7 @@ def test_offload_beyond_host_memory_is_refused_before_it_is_allocated(monkeypatc
     check_host(run(), GPU, 10)
     check_host(with_offload_fraction(run(), 0.5), GPU, 10)
     check_host(with_offload_fraction(run(), 1.0), None, 10)  # on CPU nothing is offloaded
-    expected = (
-        r"1.0 needs 38.* GiB of host memory for 2 ranks of a node, which has 20.0 GiB left;"
-        r" lower it to 0.5"
-    )
+    expected = "1.0 needs 38.* GiB of host memory for 2 ranks of .*, which has 20.0 GiB left; lower it to 0.5"
     with pytest.raises(RunConfigError, match=expected):
         check_host(with_offload_fraction(run(), 1.0), GPU, 10)
 
@@ -137,7 +134,7 @@ def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(full: float
 
 
 def test_inputs_of_layers_come_before_optimizer_state_in_host_memory() -> None:
-    """Those of 10 layers of width 3584, and of 32 of the tower of width 1280 for four patches a token."""
+    """10 layers of width 3584, and 32 of the tower of width 1280 for four patches a token."""
     config = run("--recompute.offload_inputs true")
     decoder_input, tower_input = 2 * 8192 * 3584 / GIB, 2 * 4 * 8192 * 1280 / GIB
     inputs = 10 * decoder_input + 32 * tower_input

@@ -9,10 +9,9 @@ when a case fails.
 Cases of multi-token prediction ("mtp") are compared with the plain layer of
 :mod:`tests.models.mtp_reference`: losses, targets, and gradients.
 
-With ``--platform cpu``, a tower with LayerNorm, such as Qwen3-VL's, fails in the gradients of its norms,
-although losses and outputs agree. On CPU, torch 2.11's LayerNorm sums these gradients over rows in bf16, so
-their error grows with the rows in a call: about 2 % for 400 patches, 4 to 6 % for 1,600. The tower takes
-all images of a row in one call; the reference takes one sample after another.
+With ``--platform cpu``, a tower with LayerNorm, such as Qwen3-VL's, fails in the gradients of its norms:
+torch 2.11 sums these over rows in bf16 there, so their error grows with the rows in a call (2 % for 400
+patches, 4 to 6 % for 1,600), and the tower takes all images of a row in one call.
 """
 
 import json
@@ -55,13 +54,9 @@ QWEN3_SIZES = {
 }
 HYBRID_SIZES = {
     **QWEN3_SIZES,
-    "kv_heads": 2,
-    "hybrid_head_dim": 256,
-    "hybrid_section": (11, 11, 10),
-    "linear_key_heads": 4,
-    "linear_value_heads": 8,
-    "linear_key_dim": 128,
-    "linear_value_dim": 128,
+    **{"kv_heads": 2, "hybrid_head_dim": 256, "hybrid_section": (11, 11, 10)},
+    **{f"linear_{kind}_heads": heads for kind, heads in (("key", 4), ("value", 8))},
+    **dict.fromkeys(("linear_key_dim", "linear_value_dim"), 128),
 }
 MOE_SIZES = {**QWEN3_SIZES, "experts": 16, "expert_ffn_hidden_size": 384}
 FAMILY_SIZES = {

@@ -2,10 +2,9 @@
 
     python -m tests.support.rank_server SOCKET
 
-Importing torch, Megatron-core and transformers costs over four seconds of processor time; a fork costs a
-hundredth of that. The server itself never uses the platform, a process group or a data set, so a forked
-process is in the same state as a new one. It reads one pickled :class:`Job` after another from the socket
-(both ends belong to the same test process), runs it to its end and answers with an :class:`Outcome`. Like
+Importing torch, Megatron-core and transformers costs over four seconds of processor time. The server itself
+never uses the platform, a process group or a data set, so a fork of it is in the same state as a new process.
+It runs one pickled :class:`Job` after another from the socket and answers with an :class:`Outcome`. Like
 torchrun, it ends the other ranks when one fails.
 """
 
@@ -126,13 +125,15 @@ def main(descriptor: int) -> None:
 
 def _run(job: Job, connection: Connection) -> Outcome:
     """Forks the ranks and waits for the last of them."""
-    running = {_fork(job, rank, connection): rank for rank in range(job.ranks)}
-    exit_codes = [0] * job.ranks
-    ended_at = [0.0] * job.ranks
-
-    ends_at = time.monotonic() + job.timeout_s
-    failed_at = None
-    timed_out = False
+    running = {}
+    for rank in range(job.ranks):
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _be_rank(job, rank)
+        running[pid] = rank
+    exit_codes, ended_at = [0] * job.ranks, [0.0] * job.ranks
+    ends_at, failed_at, timed_out = time.monotonic() + job.timeout_s, None, False
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
@@ -143,8 +144,7 @@ def _run(job: Job, connection: Connection) -> Outcome:
                 _signal_all(running, signal.SIGTERM)
             continue
 
-        if time.monotonic() > ends_at:
-            timed_out = True
+        timed_out |= time.monotonic() > ends_at
         if timed_out or (failed_at is not None and time.monotonic() > failed_at + GRACE_S):
             _signal_all(running, signal.SIGKILL)
         time.sleep(0.005)
@@ -158,27 +158,16 @@ def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _fork(job: Job, rank: int, connection: Connection) -> int:
-    """Returns the process id of a new rank. In the rank itself, this never returns."""
-    pid = os.fork()
-    if pid == 0:
-        connection.close()
-        _be_rank(job, rank)
-    return pid
-
-
 def _be_rank(job: Job, rank: int) -> NoReturn:
     """Runs the job as this rank and exits with the code that a separate Python program would have."""
     code = 1
     try:
         _prepare(job, rank)
         code = _execute(job, rank)
-
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException:
         traceback.print_exc()
-
     finally:
         # Do what the interpreter does at its end. os._exit then skips the server's own exit handlers.
         with contextlib.suppress(Exception):
@@ -192,7 +181,7 @@ def _be_rank(job: Job, rank: int) -> NoReturn:
 
 
 def _prepare(job: Job, rank: int) -> None:
-    """Sets environment, working folder and output of a rank as a launcher would."""
+    """Sets environment, working folder and output as a launcher would."""
     identity = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -220,9 +209,8 @@ def _prepare(job: Job, rank: int) -> None:
         faulthandler.dump_traceback_later(job.timeout_s - STACKS_S)  # a rank that hangs then shows where
     sys.path.insert(0, job.cwd)
 
-    if rank in job.file_bytes:
-        limits = (job.file_bytes[rank], job.file_bytes[rank])
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if limit := job.file_bytes.get(rank):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 def _execute(job: Job, rank: int) -> int:
@@ -242,11 +230,9 @@ def _execute(job: Job, rank: int) -> int:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """Returns the exit code that the interpreter derives from ``sys.exit``."""
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code & 0xFF
+    """The exit code that the interpreter derives from ``sys.exit``."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
     print(error.code, file=sys.stderr)
     return 1
 

@@ -1,8 +1,6 @@
 """Runs programs and functions in processes that a server forks (:mod:`.rank_server`).
 
-The server has imported the stack. A rank needs its own process, because the CPU platform changes torch
-globally and groups of ranks are groups of processes. Tests of the start itself (signals, kills, the launcher,
-the demo) start new processes instead.
+Tests of the start itself (signals, kills, the launcher, the demo) start new processes instead.
 """
 
 import atexit
@@ -37,10 +35,7 @@ _jobs = count()
 
 
 def python_path() -> str:
-    """Returns ``PYTHONPATH`` for processes that the tests start.
-
-    The checkout comes first, then the tests' own ``PYTHONPATH``, which may name another Megatron-core.
-    """
+    """``PYTHONPATH``: the checkout, then the tests' own, which may name another Megatron-core."""
     return os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -138,10 +133,7 @@ def run_apart(
     """Runs a module or a function as ranks on different nodes: if one fails, the others go on.
 
     Args:
-        program: as by ``python -m program arguments``, or a function that gets the arguments.
-        folders: maps ranks to their working folders.
-        file_bytes: maps ranks to the largest size of a file that they may write, in bytes.
-        one_node: the ranks know that they share a node, so that only one of them prints a message.
+        folders, file_bytes, one_node: see :class:`Job`.
 
     Raises:
         AssertionError: some ranks were still running after ``timeout_s`` seconds and were killed.
@@ -202,16 +194,12 @@ def _run(
 
 @cache
 def _server(triton_interpret: str) -> Connection:
-    """Starts a server that ends with this test process, and returns a connection to it.
-
-    Each value of TRITON_INTERPRET needs its own server, because Triton reads it when it is imported.
-    """
+    """A connection to a new server, which ends with this process. Triton reads the variable at its import."""
     ours, theirs = socket.socketpair()
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
-    environment = {**os.environ, **variables}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.rank_server", str(theirs.fileno())],
-        env=environment,
+        env={**os.environ, **variables},
         cwd=REPOSITORY,
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
@@ -230,7 +218,6 @@ def _server(triton_interpret: str) -> Connection:
 
 
 def _free_port() -> int:
-    """Returns a free port of this process's block."""
     first = _block_of_ports()
     while True:
         port = first + next(_jobs) % PORTS
@@ -243,8 +230,8 @@ def _free_port() -> int:
 def _block_of_ports() -> int:
     """Reserves ``PORTS`` ports for this process and returns the first one.
 
-    They lie below those that the kernel assigns, so a port that is free stays free until a rank binds it. The
-    reservation is an abstract Unix socket: no two processes can have the same, and it ends with the process.
+    They lie below those that the kernel assigns, so a free one stays free until a rank binds it. The
+    reservation is an abstract Unix socket, of which there is one, and it ends with the process.
     """
     for first in range(FIRST_PORT, LAST_PORT, PORTS):
         mark = socket.socket(socket.AF_UNIX)
@@ -259,7 +246,6 @@ def _block_of_ports() -> int:
 
 
 def _first_failure(outcome: Outcome) -> int:
-    """Returns a group's exit code: that of a single process; of several, 1 if any failed, like torchrun."""
-    if len(outcome.exit_codes) == 1:
-        return outcome.exit_codes[0]
-    return int(any(outcome.exit_codes))
+    """A group's exit code: that of a single process; of several, 1 if any failed, like torchrun."""
+    codes = outcome.exit_codes
+    return codes[0] if len(codes) == 1 else int(any(codes))

@@ -30,15 +30,12 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
     (folder / "media").mkdir(parents=True)
     records = []
     for i in range(samples):
-        name = f"{i}.png"
         question = "<image>\nWhat is this?" if i % 4 else "Hello, how are you?"
-        record: dict[str, Any] = {
-            "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": f"Number {i}."}]
-        }
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": f"Number {i}."}]
+        records.append({"conversations": turns} | ({"image": f"{i}.png"} if i % 4 else {}))
         if i % 4:
-            (folder / "media" / name).write_bytes(encoded(60 + 14 * (i % 5), 80 + 28 * (i % 3), seed=i))
-            record["image"] = name
-        records.append(record)
+            image = encoded(60 + 14 * (i % 5), 80 + 28 * (i % 3), seed=i)
+            (folder / "media" / f"{i}.png").write_bytes(image)
 
     (folder / "data.json").write_text(json.dumps(records))
     options = ConversionOptions(

@@ -136,17 +136,15 @@ def as_saved(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
 
 def load(trainer: Trainer, run: Path, step: int = 2) -> None:
     """Restores a saved step. Collective."""
-    place = {"spec": trainer.spec, "grid": trainer.grid}
     parts = {"live_tensors": trainer.saved_tensors, "optimizer": trainer.optimizer}
-    load_checkpoint(step_dir_path(run, step), **parts, **place)
+    load_checkpoint(step_dir_path(run, step), **parts, spec=trainer.spec, grid=trainer.grid)
 
 
 def differences(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> list[str]:
     """Names of tensors that differ by a bit, or that only one of the two has."""
-    changed = [
-        name for name in tensors.keys() & others.keys() if not torch.equal(tensors[name], others[name])
-    ]
-    return sorted({*changed, *(tensors.keys() ^ others.keys())})
+    common = tensors.keys() & others.keys()
+    changed = {name for name in common if not torch.equal(tensors[name], others[name])}
+    return sorted(changed | (tensors.keys() ^ others.keys()))
 
 
 def gather(value: Any) -> list[Any]:
@@ -201,12 +199,7 @@ class TinyTrainer(Trainer):
 def tiny_trainer(
     hf: str | Path, dtype: str = "float32", pp: int = 1, freeze_language: bool = False, **optimizer: Any
 ) -> TinyTrainer:
-    """Makes a trainer whose rows alternate between image and text.
-
-    Args:
-        freeze_language: whether the vision tower and the merger alone are trained.
-        optimizer: fields of :class:`OptimizerConfig` that override the defaults here.
-    """
+    """A trainer whose rows alternate between image and text; ``optimizer`` are fields of its config."""
     join()
     rates = {"lr": 1e-3, "vision_lr": 5e-4, "merger_lr": 2e-4, "weight_decay": 0.1, "schedule": "constant"}
     config = TrainConfig(

@@ -35,12 +35,9 @@ def test_doctor_finds_a_broken_transformer_engine(tmp_path):
 
 
 def test_gpus_as_nvidia_smi_lists_them():
-    """Parses nvidia-smi's own CSV, with a GPU that has fallen off the bus."""
-    text = (
-        "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error], "
-        "[N/A], [N/A], 1\n"
-    )
-    assert parse_nvidia_smi(text) == [
+    """With one that has fallen off the bus."""
+    text = "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n"
+    assert parse_nvidia_smi(f"{text}2, [Unknown Error], [N/A], [N/A], 1\n") == [
         GpuInfo(0, "NVIDIA H200", 143771, 4, "580.95.05"),
         GpuInfo(1, "NVIDIA H200", 143771, 70012, "580.95.05"),
     ]
