@@ -104,7 +104,6 @@ def needed_flops(
     sizes: RowSizes,
     mtp: MtpConfig = MtpConfig(),  # noqa: B008 (frozen)
 ) -> RowFlops:
-    """FLOPs of the forward and backward pass of a row, by part."""
     counts = _counted_products(spec, model_config, lora)
     by_kind = {kind: _layer_flops(spec.language, kind, sizes) for kind in set(counts.layers)}
     trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
@@ -337,7 +336,6 @@ def repeated_flops(
 def _repeated_layer(
     language_spec: LanguageSpec, kind: LayerKind, modules: set[str], kept: set[str], sizes: RowSizes
 ) -> LayerFlops:
-    """``kept``: what ``recompute.keep`` lists."""
     repeated = {"dense": 0.0, "experts": 0.0}
     adapter_weights = {adapter.matrix_name: sum(adapter.factor_elements) for adapter in kind.adapters}
     known = {EXPERTS + "linear_fc1"} if "experts" in kept else set()

@@ -32,8 +32,6 @@ class Efficiencies:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the estimate knows of a kind of GPU."""
-
     name: str
     marketed_gb: int
     """Memory by its vendor's name."""
@@ -55,7 +53,6 @@ class Gpu:
 
     @property
     def label(self) -> str:
-        """Its name and memory: ``H200 (141 GB)``."""
         return f"{self.name} ({self.marketed_gb} GB)"
 
 
@@ -66,7 +63,6 @@ def reserve_gib(gpu_gib: float) -> float:
 
 @functools.cache
 def known_gpus() -> dict[str, Gpu]:
-    """The GPUs of ``gpus.json``, by name, from the smallest memory to the largest."""
     table = json.loads((Path(__file__).parent / "gpus.json").read_text())
     return {
         name: Gpu(
@@ -112,7 +108,6 @@ class GpuInfo:
 
 
 def query_gpus() -> list[GpuInfo]:
-    """The GPUs of this machine; empty without a driver."""
     fields = "index,name,memory.total,memory.used,driver_version"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:

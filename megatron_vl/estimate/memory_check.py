@@ -16,7 +16,6 @@ FRACTION_STEPS = 20  # the offloaded shares that are tried are multiples of 1 / 
 
 
 def with_offload_fraction(config: TrainConfig, offload_fraction: float) -> TrainConfig:
-    """The same run with another ``optimizer.offload_fraction``."""
     optimizer = dataclasses.replace(config.optimizer, offload_fraction=offload_fraction)
     return dataclasses.replace(config, optimizer=optimizer)
 

@@ -34,7 +34,6 @@ GPUS_PER_NODE = 8
 
 @functools.lru_cache(maxsize=256)
 def _layer_computation(flops: RowFlops, efficiencies: Efficiencies) -> list[float]:
-    """FLOPs of each decoder layer over the shares of the peak that they reach."""
     return [
         layer.dense / efficiencies.decoder
         + layer.experts / efficiencies.experts
@@ -45,8 +44,6 @@ def _layer_computation(flops: RowFlops, efficiencies: Efficiencies) -> list[floa
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """The time and memory that are predicted for a run under a layout."""
-
     config: TrainConfig
     spec: ModelSpec
     layout: Layout

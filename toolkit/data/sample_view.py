@@ -90,7 +90,6 @@ def find_sample(data_path: DataPath, sample_key: str) -> tuple[SampleSource, int
 
 
 def view_sample(encoder: RowEncoder, source: SampleSource, sample_index: int) -> SampleView:
-    """Reads and decodes a sample."""
     with closing(SampleReader(source)) as sample_reader:
         raw_sample = sample_reader.read_sample(sample_index, with_media=True)
     encoded = encoder.preencode_sample(raw_sample)

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.processes import kill_process_tree
+from toolkit.cli import main
 
 from .options import DemoOptions
 
@@ -41,6 +42,7 @@ def demo(options: DemoOptions) -> int:
     folder, steps = options.dir, options.steps
     save_step = steps // 3
     clear_folder(folder)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # before torch is imported
     write_demo_checkpoint(folder / "hf")
     samples = json.loads(write_raw_data(folder / "raw").read_text())
 
@@ -111,23 +113,22 @@ def write_demo_checkpoint(hf_dir: Path) -> None:
 def start(command: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     """Shows a command and starts it with the programs of this Python's environment, activated or not."""
     print(f"$ megatron-vl {command}", flush=True)
-    return subprocess.Popen(
-        [sys.executable, "-m", "toolkit", *shlex.split(command)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        stderr=stderr,
-    )
+    return subprocess.Popen([sys.executable, "-m", "toolkit", *shlex.split(command)], stderr=stderr)
 
 
 def run(command: str, may_fail: bool = False) -> int:
-    """Shows a command and runs it. Returns its exit code."""
-    exit_code = start(command).wait()
+    """Shows a command and runs it, a training in a process of its own. Returns its exit code."""
+    if command.startswith("train "):
+        exit_code = start(command).wait()
+    else:  # here, where torch and transformers are imported already
+        print(f"$ megatron-vl {command}", flush=True)
+        exit_code = main(shlex.split(command))
     if exit_code and not may_fail:
         raise UserError(f"the command above ended with exit code {exit_code}; its output says why")
     return exit_code
 
 
 def clear_folder(folder: Path) -> None:
-    """Empties the folder of an earlier demo. Refuses any other folder that is not empty."""
     marker_file = folder / ".megatron-vl-demo"
     if folder.exists() and any(folder.iterdir()) and not marker_file.exists():
         raise UserError(f"{folder} is not empty and was not written by an earlier demo; give another --dir")

@@ -90,7 +90,6 @@ def conversation_texts() -> list[str]:
 
 
 def load_images() -> dict[str, Callable[[], NDArray[np.uint8]]]:
-    """Maps each name to a function that returns the image, height x width x 3."""
     try:
         from skimage import data
     except ModuleNotFoundError:

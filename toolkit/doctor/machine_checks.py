@@ -26,11 +26,14 @@ SLOW_NCCL_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE",
 WATCHED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE", "CUDA_DEVICE_MAX", "PYTORCH_")
 
 
+State = Literal["ok", "note", "broken"]
+
+
 @dataclass(frozen=True)
 class Finding:
     name: str
     found: str
-    state: Literal["ok", "note", "broken"] = "ok"
+    state: State = "ok"
     """``note``: it works, but deserves a look; ``broken``: something that training needs does not work."""
     advice: str = ""
     """What to do; empty if nothing needs to be done."""
@@ -68,8 +71,8 @@ def _check_requirements() -> list[Finding]:
     from packaging.requirements import Requirement
 
     if installed_version("megatron-vl") is None:
-        found = "megatron-vl is not installed, so its requirements are unknown"
-        return [Finding("packages", found, "note", "pip install -e .")]
+        unknown = "megatron-vl is not installed, so its requirements are unknown"
+        return [Finding("packages", unknown, "note", "pip install -e .")]
     findings = []
     for requirement in map(Requirement, importlib.metadata.requires("megatron-vl") or []):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -116,17 +119,20 @@ def _check_imports(import_processes: dict[str, subprocess.Popen[str]], has_gpu: 
         error_lines = stderr_text.strip().splitlines() or [f"exit code {process.returncode}"]
         errors[name] = error_lines[-1] if process.returncode else ""
     core = Finding("megatron.core", "imports")
-    if errors["megatron.core"]:
-        found = f"does not import: {errors['megatron.core']}"
-        core = Finding("megatron.core", found, "broken", "fix the packages above, then run make setup")
-    without = "training on a GPU needs it"
-    without_flash = "attention is slower on Hopper and Blackwell, and for heads of 256 (Qwen3.5)"
-    without_triton = "linear attention (Qwen3.5) is slow without it"
+    if error := errors["megatron.core"]:
+        advice = "fix the packages above, then run make setup"
+        core = Finding("megatron.core", f"does not import: {error}", "broken", advice)
+    packages = {
+        "transformer_engine": (TE_DISTRIBUTIONS, "training on a GPU needs it"),
+        "flash_attn": (
+            ("flash-attn-4",),
+            "attention is slower on Hopper and Blackwell, and for heads of 256 (Qwen3.5)",
+        ),
+        "triton": (("triton",), "linear attention (Qwen3.5) is slow without it"),
+    }
     return [
         _check_torch(outputs["torch"], errors["torch"], has_gpu),
-        _check_gpu_package(TE_DISTRIBUTIONS, errors["transformer_engine"], has_gpu, without, is_needed=True),
-        _check_gpu_package(("flash-attn-4",), errors["flash_attn"], has_gpu, without_flash),
-        _check_gpu_package(("triton",), errors["triton"], has_gpu, without_triton),
+        *(_check_gpu_package(*facts, errors[name], has_gpu) for name, facts in packages.items()),
         core,
     ]
 
@@ -145,20 +151,19 @@ def _check_torch(torch_text: str, error_text: str, has_gpu: bool) -> Finding:
 
 
 def _check_gpu_package(
-    distributions: tuple[str, ...], error_text: str, has_gpu: bool, without_text: str, is_needed: bool = False
+    distributions: tuple[str, ...], without_text: str, error_text: str, has_gpu: bool
 ) -> Finding:
-    """Checks a package of GPUs, which may consist of several distributions."""
     name = distributions[0]
     versions = [f"{each} {version}" for each in distributions if (version := installed_version(each))]
     if not error_text:
         return Finding(name, ", ".join(versions) or "found on the path")
     if versions or "No module named" not in error_text:
-        advice = f"pip uninstall -y {' '.join(distributions)}"
-        advice += f", then {INSTALL_GPU}" if has_gpu else "; it is not needed on CPU"
+        then = f", then {INSTALL_GPU}" if has_gpu else "; it is not needed on CPU"
         found = f"{', '.join(versions) or 'no distribution'}, does not import: {error_text}"
-        return Finding(name, found, "broken", advice)
+        return Finding(name, found, "broken", f"pip uninstall -y {' '.join(distributions)}{then}")
     if has_gpu:
-        return Finding(name, f"not installed; {without_text}", "broken" if is_needed else "note", INSTALL_GPU)
+        state: State = "broken" if distributions is TE_DISTRIBUTIONS else "note"
+        return Finding(name, f"not installed; {without_text}", state, INSTALL_GPU)
     return Finding(name, "not installed; needed only on GPUs")
 
 
@@ -174,10 +179,8 @@ def _check_gpus(gpus: list[GpuInfo]) -> Iterator[Finding]:
         f"{gpu.gpu_name}, {gpu.total_memory_mib / 1024:.0f} GiB, driver {gpu.driver_version}" for gpu in gpus
     )
     found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    if len(kinds) > 1:
-        yield Finding("gpus", found, "note", "the slowest and smallest of them limits the run")
-    else:
-        yield Finding("gpus", found)
+    limit = "the slowest and smallest of them limits the run" if len(kinds) > 1 else ""
+    yield Finding("gpus", found, "note" if limit else "ok", limit)
     used = [f"GPU {g.gpu_index} {g.used_memory_mib / 1024:.1f} GiB" for g in gpus if g.used_memory_mib > 1024]
     if used:
         advice = "stop the program that nvidia-smi names, or set CUDA_VISIBLE_DEVICES"

@@ -52,7 +52,6 @@ class CheckpointModel:
         return self.answerer.encoder.encode_prompt(messages, media_items, self.think)
 
     def _chat_part(self, part: Mapping[str, Any], media_items: list[MediaItem]) -> dict[str, str]:
-        """Converts a part for the chat template, and adds its medium to the list."""
         if part["type"] == "text":
             return {"type": "text", "text": str(part["value"])}
         if part["type"] not in ("image", "video") or not isinstance(part["value"], str):

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,7 @@ class Evaluation:
     """What differs from the original or is missing, one line each."""
 
 
-def show_line(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+show_line = partial(print, file=sys.stderr, flush=True)
 
 
 def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) -> Evaluation:
@@ -303,14 +303,16 @@ def compare_answers(original_dir: Path, converted_dir: Path) -> tuple[str, str, 
 
 def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> list[str]:
     """The converted checkpoint scores what the original scores; every checkpoint has the same metrics."""
-    expected = checkpoints["original"]["metrics"]
-    converted = checkpoints["converted"]["metrics"]
+    expected, converted = (checkpoints[role]["metrics"] for role in ("original", "converted"))
     missing = [
         f"{role}: metric {name!r} is missing; only {'the original' if name in expected else role} has it"
         for role, facts in checkpoints.items()
         for name in sorted(expected.keys() ^ facts["metrics"].keys())
         if expected and facts["metrics"]  # otherwise VLMEvalKit's reason is a problem already
     ]
-    common = expected.keys() & converted.keys()
-    others = [name for name in sorted(common) if converted[name] != expected[name]]
-    return missing + [f"{name}: {expected[name]} and {converted[name]}" for name in others]
+    common = sorted(expected.keys() & converted.keys())
+    return missing + [
+        f"{name}: {expected[name]} and {converted[name]}"
+        for name in common
+        if converted[name] != expected[name]
+    ]

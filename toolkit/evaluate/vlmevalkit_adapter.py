@@ -47,7 +47,6 @@ class VlmEvalKitModel:
         """Part of VLMEvalKit's interface, for models that make their own prompts."""
 
     def generate(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
-        """The answer to a prompt or to the last turn of a dialogue."""
         try:
             return self._answer([self._with_frame_settings(part) for part in message])
         except Exception:  # VLMEvalKit would catch it and go on
@@ -122,7 +121,6 @@ def _read_dataset(job: dict[str, Any], build_dataset: Any) -> Any:
 
 
 def run_vlmevalkit(job: dict[str, Any]) -> None:
-    """Runs VLMEvalKit's program on all checkpoints."""
     try:
         from vlmeval import api, config, run
     except ImportError as error:
@@ -152,8 +150,8 @@ def run_vlmevalkit(job: dict[str, Any]) -> None:
     sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", "../results"]
     sys.argv += ["--judge", job["settings"]["judge"]]
     if job["judge_url"]:
-        sys.argv += ["--judge-base-url", job["judge_url"]]
-        sys.argv += ["--judge-key", os.environ.get("OPENAI_API_KEY") or "none"]
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        sys.argv += ["--judge-base-url", job["judge_url"], "--judge-key", key]
     for name in job["checkpoints"]:
         config.supported_VLM[name] = partial(VlmEvalKitModel, job, name)
     run.main()

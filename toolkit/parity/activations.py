@@ -31,9 +31,8 @@ class ActivationRecorder:
     """Hooks on modules. Each copies a value to the host when the module is called."""
 
     def __init__(self) -> None:
+        # Maps each location, in the order of the hooks, to its values in the order of the calls.
         self.recorded_values: dict[str, list[Tensor]] = {}
-        """Maps each location to its values, in the order of the calls. Locations are in the order of their
-        hooks."""
         self._hook_handles: list[Any] = []
 
     def record_output(self, module: nn.Module, location: str) -> None:
@@ -62,8 +61,6 @@ def _keep(values: list[Tensor], module_value: Any) -> None:
 
 
 class HfActivationRecorder(ActivationRecorder):
-    """Records a model of ``transformers`` that runs samples one by one."""
-
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         super().__init__()
         vision_tower, language_model = model.model.visual, model.model.language_model

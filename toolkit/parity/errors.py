@@ -20,8 +20,8 @@ class ErrorSums[Key: Hashable]:
     """The errors of tensors by key. Each rank adds those of its own parts."""
 
     def __init__(self) -> None:
+        # Squared norms of the difference and of what is expected, and number of elements.
         self.sums: dict[Key, NDArray[np.float64]] = {}
-        """Squared norms of the difference and of what is expected, and number of elements."""
 
     def add(self, key: Key, actual_part: Tensor, expected_part: Tensor, numel: int | None = None) -> None:
         """Adds a part, which stands for ``numel`` elements; None: for its own."""

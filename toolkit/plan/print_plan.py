@@ -33,7 +33,6 @@ class Plan:
 
 
 def print_plan(found: Plan) -> None:
-    """Prints the rows, the layouts, and the chosen one with its memory and speed."""
     console = wide_console()
     request, chosen = found.request, found.chosen
     gpu, rows = request.gpu, chosen.rows

@@ -261,7 +261,6 @@ def _digest(records_path: Path) -> str:
 
 
 def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions) -> bool:
-    """Whether a start has made the data set of these records."""
     if not records_file(records_path).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
     if records_path.is_fifo():
