@@ -55,17 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes what was imported out of the garbage collector's sight.
-
-    By now that is the whole stack, through which each collection would go for a third of a second. Processes
-    forked from here also share its pages.
-    """
+    """Takes the stack out of the sight of the garbage collector, which would go through it for a third of a
+    second each time. Processes forked from here also share its pages."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
-    # Energon's loader collects all garbage every few samples and at its end thaws what is frozen; a worker
-    # process looks at every object. That is cheap in a training process, which holds little.
+    # Energon's loader collects garbage every few samples, and thaws what is frozen.
     energon = sys.modules.get("megatron.energon.wrappers.gc_dataset")
     if energon:
         nothing = {"collect": lambda: 0, "freeze": lambda: None, "unfreeze": lambda: None}

@@ -51,8 +51,8 @@ def test_yaml_fits_the_released_model(example):
 @pytest.mark.parametrize("name", ["qwen2_5_vl_32b", "qwen3_vl_235b_a22b"])
 def test_split_takes_the_layout_of_the_yaml(name):
     path = str(ROOT / "examples" / f"{name}.yaml")
-    p = read_example(Path(path)).config.parallel
-    expected = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "layers": p.layers, "ep": p.ep, "etp": p.etp}
+    parallel = vars(read_example(Path(path)).config.parallel)
+    expected = {name: parallel[name] for name in ("tp", "pp", "vpp", "layers", "ep", "etp")}
     command = f"megatron-vl split --checkpoint full --config {path} --out shards"
     for more, changed in (("", {}), (" --parallel.tp 16", {"tp": 16})):
         _, options = megatron_vl_command(command + more)
@@ -129,20 +129,18 @@ def code_cells() -> list[str]:
 
 
 def run_shell(line: re.Match[str]) -> str:
-    """A ``!command`` as IPython runs it, except that it may not fail."""
+    """A ``!command`` of IPython, which may not fail here."""
     return f"__import__('subprocess').run({line[1]!r}, shell=True, check=True)"
 
 
 def test_notebook_has_valid_commands_and_no_outputs():
-    text = (ROOT / "examples" / "first_run.ipynb").read_text()
     commands = [line for cell in code_cells() for line in cell.splitlines() if line.startswith("!")]
     assert [line.split()[1] for line in commands] == ["train", "export", "generate"]
-    training = trainer_config(commands[0][1:])
-    assert training is not None
-    validate_config(training[0], 1)
+    validate_config(trainer_config(commands[0][1:])[0], 1)
     for line in commands[1:]:
         megatron_vl_command(line[1:])
-    assert [cell["outputs"] for cell in json.loads(text)["cells"] if "outputs" in cell] == [[]] * 4
+    notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text())
+    assert [cell["outputs"] for cell in notebook["cells"] if "outputs" in cell] == [[]] * 4
 
 
 @pytest.mark.full
@@ -158,7 +156,6 @@ def test_notebook_runs_and_ends_with_the_right_answer(tmp_path):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_and_have_valid_commands(script):
-    """Variables stand for themselves; what follows ``"$@"`` comes from the user."""
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text()
     for line in logical_lines(script.read_text()):
@@ -205,10 +202,9 @@ def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
 
 
 def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_path):
-    words = ["--parallel.tp", "3", "--parallel.pp", "2"]
-    words += ["--data.path", "synthetic:images", "--model.checkpoint", "random"]
-    words += ["--model.hf", str(HF_CONFIGS / "Qwen2-VL-7B-Instruct.json")]
-    done = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words, folder=tmp_path, GPUS="2")
+    words = f"--parallel.tp 3 --parallel.pp 2 --model.hf {HF_CONFIGS / 'Qwen2-VL-7B-Instruct.json'}"
+    words += " --data.path synthetic:images --model.checkpoint random"
+    done = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words.split(), folder=tmp_path, GPUS="2")
     assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stderr
     # The name as it was once a folder, and more nodes without a meeting point.
     missing = run("pretrain.sh", "examples/qwen2_vl_7b", folder=tmp_path, GPUS="4", NNODES="2")
@@ -226,7 +222,7 @@ def test_scripts_without_the_environment_say_what_to_do(script, tmp_path):
 
 
 def test_slurm_starts_one_task_a_node_with_the_yaml(tmp_path):
-    """``srun`` records its arguments; megatron-vl's part is tested where it reads Slurm's environment."""
+    """``srun`` records its arguments."""
     (tmp_path / "srun").write_text(f'#!{shutil.which("bash")}\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
     (tmp_path / "srun").chmod(0o755)
     shutil.copy(ROOT / "examples" / "slurm.sh", tmp_path / "spooled.sh")  # Slurm runs a copy

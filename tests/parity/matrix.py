@@ -31,17 +31,13 @@ TEXT_ONLY = {"text", "short_text", "without_loss"}
 
 
 def settings(case: dict[str, Any]) -> set[tuple[str, str]]:
-    """The settings of a case.
-
-    Rows differ by the kinds of samples in them, layer splits by their irregularities.
-    """
+    """Rows differ by the kinds of samples in them, layer splits by their irregularities."""
     found = {
         (field, repr(value)) for field, value in case.items() if field not in ("name", "steps", "layers")
     }
-    kinds = {kind for step in case["steps"] for row in step for kind in row}
-    found |= {("sample", kind) for kind in kinds}
-
     rows = [row for step in case["steps"] for row in step]
+    kinds = {kind for row in rows for kind in row}
+    found |= {("sample", kind) for kind in kinds}
     if kinds - TEXT_ONLY and any(set(row) <= TEXT_ONLY for row in rows):
         found.add(("rows", "with and without images"))
     if any(len(row) > 1 for row in rows):
@@ -66,17 +62,11 @@ class Entry:
     in_make_test: bool
     """Whether ``make test`` runs it; the others are in ``make test-full``."""
 
-    @property
-    def test(self) -> str:
-        """The test's parameter, as pytest writes it."""
-        return f"{self.ranks}-{self.case['name']}"
-
     @cached_property
     def settings(self) -> set[tuple[str, str]]:
         return settings(self.case)
 
     def value(self, field: str, default: Any = 1) -> Any:
-        """Returns a setting, or ``default`` if the case leaves it out."""
         return self.case.get(field, default)
 
     @property
@@ -88,9 +78,8 @@ class Entry:
 
     def recomputes(self, kind: str, *modules: str) -> bool:
         """Whether the language model's recompute is of this kind and covers all of these modules."""
-        recompute = self.value("recompute", {})
-        chosen = recompute.get("language_modules", ["core_attn"])
-        return recompute.get("language") == kind and set(modules) <= set(chosen)
+        recompute = {"language_modules": ["core_attn"], "language": "none"} | self.value("recompute", {})
+        return recompute["language"] == kind and set(modules) <= set(recompute["language_modules"])
 
 
 Features = dict[str, Callable[[Entry], bool]]
@@ -269,8 +258,7 @@ def markdown() -> str:
     parts = [INTRODUCTION]
     for title, features in SECTIONS.items():
         rows = [
-            [name, *(_count(name, feature, family) for family in FAMILIES)]
-            for name, feature in features.items()
+            [name, *(_count(name, each, family) for family in FAMILIES)] for name, each in features.items()
         ]
         parts += [f"## {title}\n", _table(["", *FAMILIES.values()], rows)]
 
@@ -307,8 +295,8 @@ def _cases(family: str) -> list[list[str]]:
         for name, feature in features.items():
             found = proving(feature, family)
             if found:
-                target = "make test" if found[0].in_make_test else "make test-full"
-                rows.append([name, f"`{found[0].test}`", f"`{target}`"])
+                first, target = found[0], "make test" if found[0].in_make_test else "make test-full"
+                rows.append([name, f"`{first.ranks}-{first.case['name']}`", f"`{target}`"])
     return rows
 
 

@@ -28,26 +28,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-PRELOADED = (
-    "megatron_vl.train",
-    "megatron_vl.training.resolve",
-    "megatron_vl.training.trainer",
-    "megatron_vl.training.missing_sizes",
-    "megatron_vl.training.passes",
-    "megatron.core.models.mimo",
-    "megatron_vl.data.loader",
-    "megatron_vl.data.row_loader",
-    "toolkit.parity.worker",
-    "toolkit.cli",
-    "data_tools.convert",
-    "pytest",
-    "tests.support.tiny_run",
-    "transformers.models.qwen2.tokenization_qwen2",
-    "transformers.models.qwen2_vl.modeling_qwen2_vl",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-    "transformers.models.qwen3_vl.modeling_qwen3_vl",
-    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
-)
+PRELOADED = """
+megatron_vl.train megatron_vl.training.resolve megatron_vl.training.trainer megatron_vl.training.missing_sizes
+megatron_vl.training.passes megatron.core.models.mimo megatron_vl.data.loader megatron_vl.data.row_loader
+toolkit.parity.worker toolkit.cli data_tools.convert pytest tests.support.tiny_run
+transformers.models.qwen2.tokenization_qwen2 transformers.models.qwen2_vl.modeling_qwen2_vl
+transformers.models.qwen2_5_vl.modeling_qwen2_5_vl transformers.models.qwen3_vl.modeling_qwen3_vl
+transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe
+""".split()
 """Modules imported before the first fork. A rank imports any further module itself."""
 
 STACKS_S = 3.0
@@ -76,10 +64,9 @@ class Job:
     """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
     variables: dict[str, Any] = field(default_factory=dict)
     is_group: bool = True
-    """Whether the processes are ranks. If not, there is one, which has a user's environment."""
+    """If not, there is one process, which has a user's environment."""
     apart: bool = False
-    """Whether to run the ranks as on different nodes: if one fails, the others are not ended, and each rank
-    writes to its own ``stderr_N``."""
+    """As on different nodes: if one fails, the others are not ended, and each writes to its ``stderr_N``."""
     one_node: bool = False
     """With ``apart``, whether the ranks know that they share a node, so that only one prints a message."""
     folders: dict[int, str] = field(default_factory=dict)
