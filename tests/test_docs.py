@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -91,17 +92,25 @@ def check_command(line: str) -> None:
         pytest.fail(f"no check for {line!r}; write {MARK.strip()!r} before its block, or add one here")
 
 
+@pytest.fixture(scope="module")
+def readers_files(tiny_checkpoint, tmp_path_factory) -> Path:
+    """A folder with what documents ask their readers to have."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
+    write_demo_checkpoint(folder / "checkpoints" / "tiny")
+    write_raw_data(folder / "data")
+    return folder
+
+
 LOSS = re.compile(r"^step +\d+/\d+ \| loss ([\d.]+)", re.MULTILINE)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("document", CHECKED, ids=name_of)
-def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
-    write_demo_checkpoint(tmp_path / "checkpoints" / "tiny")
-    write_raw_data(tmp_path / "data")
+def test_checked_blocks_run(document, readers_files, tmp_path):
+    shutil.copytree(readers_files, tmp_path, symlinks=True, dirs_exist_ok=True)
     output = errors = ""
     for number, (language, text) in enumerate(block[1:] for block in blocks(document) if block[0]):
         (tmp_path / f"block_{number}.py").write_text(text)

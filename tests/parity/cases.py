@@ -25,22 +25,21 @@ TEXT_ONE_RANK = [["text"], ["short_text"], ["image"], ["mixed", "text"]]
 TEXT_ALL = [["text"], ["text", "short_text"], ["short_text"], ["text"]]
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
-WITHOUT_LOSS = [
-    ["image", "without_loss"],
-    ["without_loss"],
-    ["text", "short_text"],
-    ["without_loss", "without_loss"],
-]
+WITHOUT_LOSS = [["image", "without_loss"], ["without_loss"], ["text", "short_text"], ["without_loss"] * 2]
 """With one or two data-parallel ranks, the last micro-batch has no loss token."""
 FULL = {"language": "full", "vision": "full"}
 SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS]
+FEW_TOWERS = [TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS]
+"""With two data-parallel ranks, one, both and none skip the tower."""
 TWICE = [MIXED_ROWS] * 2
 SEVERAL = [TEXT_LAST, MIXED_ROWS]
 NO_LOSS = [WITHOUT_LOSS] * 2
 TP2_SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+THREE_WAYS = TP2_SP | {"pp": 2, "vpp": 2, "overlap": True}
+EMPTY: dict[str, Any] = {"layers": [2, 0, 0, 2], "overlap": True}
 SMALL_BUCKETS: dict[str, Any] = {"overlap": True, "bucket_size": 10_000}
 TRAIN: dict[str, Any] = {"steps": TRAINING, "train": True}
 TRAINED: dict[str, Any] = {"tied": True, **TP2_SP, "pp": 2, "vpp": 2, **SMALL_BUCKETS}
@@ -83,10 +82,8 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
     1: [case("One rank, decoupled, qwen3_5", Q35, patches=64, steps=[[FOUR]])],
     2: [
         case("PP2, decoupled, qwen2_vl", Q2, pp=2),
-        case("PP2, decoupled, a rank without an image", pp=2, steps=ONE_IMAGE, overlap=True),
-        case(
-            "PP2, decoupled, language frozen, a rank without an image", pp=2, steps=ONE_IMAGE, **NO_LANGUAGE
-        ),
+        case("PP2, decoupled, few images", pp=2, steps=ONE_IMAGE, overlap=True),
+        case("PP2, decoupled, few images, language frozen", pp=2, steps=ONE_IMAGE, **NO_LANGUAGE),
         case("PP2, decoupled, vision frozen", pp=2, freeze=["vision"], patches=32),
         case("PP2, decoupled, vision and merger frozen", pp=2, **NO_VISION),
         case("PP2, decoupled, merger alone, qwen3_vl", Q3, pp=2, **MERGER_ALONE),
@@ -95,20 +92,11 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         case("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, **TP2_SP),
         case("EP2, experts, decoupled", MOE, ep=2),
         case(
-            "PP2, decoupled, qwen3_5, language frozen, a rank without an image",
-            Q35,
-            pp=2,
-            steps=ONE_IMAGE,
-            **NO_LANGUAGE,
+            "PP2, decoupled, few images, language frozen, qwen3_5", Q35, pp=2, steps=ONE_IMAGE, **NO_LANGUAGE
         ),
         case("TP2 + SP, ETP2, decoupled, qwen3_5 with experts", MOE35, **TP2_SP, etp=2),
         quick("training, PP2, decoupled, overlap", pp=2, **TRAIN, overlap=True),
-        case(
-            "training, DP2, decoupled, the tower used by one rank and by none",
-            steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK],
-            train=True,
-            **SMALL_BUCKETS,
-        ),
+        case("training, DP2, decoupled, the tower skipped", steps=FEW_TOWERS, train=True, **SMALL_BUCKETS),
         case("training, PP2, decoupled, tied, plain optimizer", tied=True, pp=2, **TRAIN, **PLAIN),
     ],
     4: [
@@ -119,10 +107,8 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
 """Cases of ``vision.placement: decoupled``."""
 
 YARN = {
-    "yarn": {
-        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
-        **{"beta_fast": 1.0, "beta_slow": 0.0125},
-    }
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    | {"beta_fast": 1.0, "beta_slow": 0.0125}
 }
 """Positions of videos and of what follows them are up to 10 times the original length. Of the few frequencies
 of a small head, the first stays, the next one or two are divided in part, and the others by the factor."""
@@ -212,9 +198,7 @@ HYBRID: dict[int, list[dict[str, Any]]] = {
         case("PP2, qwen3_5, vision frozen", Q35, pp=2, freeze=["vision"]),
         case("training, DP2, qwen3_5, no distributed optimizer", Q35, **TRAIN, **PLAIN),
         case("PP2 x VPP2, qwen3_5 with experts, empty chunk", MOE35, pp=2, vpp=2, layers=[0, 1, 1, 2]),
-        case(
-            "EP2, qwen3_5 with experts, rows without loss, overlap", MOE35, ep=2, overlap=True, steps=NO_LOSS
-        ),
+        case("EP2, qwen3_5 with experts, rows without loss", MOE35, ep=2, overlap=True, steps=NO_LOSS),
         case("TP2 + SP, ETP2, qwen3_5 with experts, language frozen", MOE35, **TP2_SP, etp=2, **NO_LANGUAGE),
         case("training, DP2, qwen3_5 with experts, no distributed optimizer", MOE35, **TRAIN, **PLAIN),
     ],
@@ -239,11 +223,7 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         case("full recompute, qwen3_vl", Q3, recompute=FULL),
         quick("language frozen, experts", MOE, **NO_LANGUAGE),
         case("selective recompute, experts", MOE, recompute=SELECTIVE),
-        case(
-            "overlap, three steps, text first",
-            steps=[[["text"]], [["image"]], [["text", "mixed"]]],
-            overlap=True,
-        ),
+        case("overlap, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
     ],
     2: [
         quick("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=NO_LOSS),
@@ -255,59 +235,29 @@ PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),
         case("PP2 x VPP2, tied, rows without loss", tied=True, pp=2, vpp=2, overlap=True, steps=NO_LOSS),
         case(
-            "DP2, overlap, text-only step between",
-            steps=[TEXT_LAST, [["text"]] * 4, TEXT_LAST],
-            overlap=True,
-            **PLAIN,
+            "DP2, overlap, text between", steps=[TEXT_LAST, [["text"]] * 4, TEXT_LAST], overlap=True, **PLAIN
         ),
         case("DP2, qwen2_vl, overlap", Q2, steps=SEVERAL, overlap=True),
-        quick(
-            "training, DP2, overlap, the tower skipped by one rank and by both",
-            steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK, TEXT_ALL],
-            train=True,
-            **SMALL_BUCKETS,
-        ),
+        quick("training, DP2, overlap, the tower skipped", steps=FEW_TOWERS, train=True, **SMALL_BUCKETS),
         quick("training, DP2, tied, no distributed optimizer", tied=True, **TRAIN, **PLAIN),
         case("PP2, qwen3_vl, language frozen", Q3, pp=2, **NO_LANGUAGE),
         case("DP2, qwen3_vl, merger alone, overlap", Q3, steps=SEVERAL, overlap=True, **MERGER_ALONE),
         case("EP2, experts, without distributed optimizer", MOE, ep=2, **PLAIN),
-        case(
-            "EP2, experts, vision frozen, overlap", MOE, ep=2, freeze=["vision"], steps=SEVERAL, overlap=True
-        ),
+        case("EP2, experts, vision frozen", MOE, ep=2, freeze=["vision"], steps=SEVERAL, overlap=True),
         quick("TP2 + SP, EP2, YaRN, experts", MOE, **TP2_SP, ep=2, steps=[BETWEEN], **YARN),
-        quick(
-            "PP2 uneven, experts, tied, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL
-        ),
-        case(
-            "training, PP2 x VPP2, experts, a first chunk without parameters",
-            MOE,
-            pp=2,
-            vpp=2,
-            layers=[2, 0, 0, 2],
-            overlap=True,
-            **TRAIN,
-        ),
+        quick("PP2 uneven, experts, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL),
+        case("training, PP2 x VPP2, experts, empty chunks", MOE, pp=2, vpp=2, **EMPTY, **TRAIN),
     ],
     4: [
-        *(
-            case(f"TP2 x PP2 x VPP2 + SP, {family}", family, **TP2_SP, pp=2, vpp=2, overlap=True, steps=TWICE)
-            for family in (Q25, Q2)
-        ),
+        *(case(f"TP2 x PP2 x VPP2 + SP, {name}", name, **THREE_WAYS, steps=TWICE) for name in (Q25, Q2)),
         quick("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
         quick("PP4", pp=4),
         case("EP2 x PP2 x VPP2, experts, tied", MOE, tied=True, pp=2, vpp=2, ep=2),
         quick("EP4 x TP2 + SP, experts", MOE, **TP2_SP, ep=4),
-        case("TP2 x PP2 x VPP2 + SP, experts", MOE, **TP2_SP, pp=2, vpp=2, overlap=True, steps=TWICE),
+        case("TP2 x PP2 x VPP2 + SP, experts", MOE, **THREE_WAYS, steps=TWICE),
         case("training, EP2 x PP2, experts", MOE, pp=2, ep=2, layers=[1, 3], **SMALL_BUCKETS, **TRAIN),
         quick("training, EP2 x TP2 + SP, ETP2, experts", MOE, **TP2_SP, ep=2, etp=2, **TRAIN),
-        case(
-            "training, PP4, experts, stages without parameters",
-            MOE,
-            pp=4,
-            layers=[2, 0, 0, 2],
-            overlap=True,
-            **TRAIN,
-        ),
+        case("training, PP4, experts, empty stages", MOE, pp=4, **EMPTY, **TRAIN),
         case("TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven", Q3, **TRAINED, layers=[0, 2, 1, 1], steps=[BETWEEN]),
         quick("training, TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **TRAIN, **TRAINED),
     ],
