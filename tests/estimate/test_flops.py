@@ -99,7 +99,7 @@ def unread_flops(spec: ModelSpec, documents: list[int]) -> float:
 
 
 def attention_flops(spec: ModelSpec, documents: list[int], *, linear: bool = False) -> list[float]:
-    """Forward FLOPs of softmax attention (or of the delta rule) in each layer, 0 in those without it."""
+    """Forward FLOPs of softmax attention (or of the delta rule) in each layer."""
     again = RecomputeConfig(language="selective", language_modules=["core_attn"])
     layers = again_flops(spec, again, (documents, [], [])).layers
     return [layer.delta_rule if linear else layer.dense for layer in layers]
@@ -141,11 +141,9 @@ def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_families(cases: Iterable[str], usual: str, typical: set[str]) -> list[Any]:
     """Each case with each family. Of those that are not typical, ``make test`` runs the usual case alone."""
-    found = []
-    for case, family in itertools.product(cases, FAMILIES):
-        mark = pytest.mark.slow if family in typical else pytest.mark.full
-        found.append(pytest.param(case, family, marks=[mark] * (case != usual)))
-    return found
+    marks = {family: pytest.mark.slow if family in typical else pytest.mark.full for family in FAMILIES}
+    pairs = itertools.product(cases, FAMILIES)
+    return [pytest.param(case, family, marks=[marks[family]] * (case != usual)) for case, family in pairs]
 
 
 @pytest.mark.parametrize(("frozen", "family"), with_families(FREEZE, "nothing", {"qwen3_vl_moe"}))
@@ -154,8 +152,7 @@ def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family:
     spec, norm, freeze = read_spec(hf), read_pixel_norm(hf), ModelConfig(**FREEZE[frozen])
     model, sample = load(hf), make_sample("mixed", spec, 0)
     for name, parameter in model.named_parameters():
-        part = "vision" if ".visual." in name else "language"
-        part = "merger" if ".merger" in name or "deepstack_merger" in name else part
+        part = "merger" if "merger" in name else "vision" if ".visual." in name else "language"
         parameter.requires_grad_(not getattr(freeze, f"freeze_{part}"))
     counted = counted_step(model, sample, spec, norm)
     model.requires_grad_(True).zero_grad()
@@ -182,7 +179,7 @@ LORA_TARGETS |= dict.fromkeys(WHOLE_MODULES, [r".*language_model.*\.3\..*(o_proj
 
 @pytest.mark.parametrize(("targets", "family"), with_families(LORA_TARGETS, "all", TYPICAL))
 def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family: str, targets: str) -> None:
-    """Forward and backward of PEFT's model with the same adapters, of which two have ranks of their own."""
+    """As of PEFT's model with the same adapters, of which two have ranks of their own."""
     import peft
 
     hf = tiny_checkpoint(family, dtype=torch.float32)
@@ -256,7 +253,6 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
 
 @pytest.mark.ranks
 def test_multi_token_prediction_equals_counted(tiny_checkpoint) -> None:
-    """What a step and full recomputation run more with the layer than without it."""
     hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32)
     full, head, whole = {"language": "full"}, MtpConfig(loss=0.1), MtpConfig(loss=0.1, trains="all")
     runs = [({}, {}), (full, {}), ({}, vars(head)), ({}, vars(whole)), (full, vars(whole))]
@@ -281,7 +277,7 @@ def test_multi_token_prediction_equals_counted(tiny_checkpoint) -> None:
 
 @pytest.mark.parametrize("family", HYBRID)
 def test_delta_rule_has_the_flops_of_the_recurrence(tiny_checkpoint, family: str) -> None:
-    """Torch's count for one token as matrix products: S^T k, k d^T and S^T q of each value head."""
+    """As matrix products: S^T k, k d^T and S^T q of each value head."""
     spec = read_spec(tiny_checkpoint(family))
     m, a = spec.language, spec.language.linear_attention
     assert a is not None

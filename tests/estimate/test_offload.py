@@ -22,8 +22,6 @@ from tests.examples import HF_CONFIGS
 from tests.support.planned import estimate_stage_memory
 
 SHAPE = "--data.seq_len 8192 --global_batch_size 16 --recompute.vision full --recompute.language full"
-
-
 SPEC = read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(num_language_layers=10)
 """4.1 billion parameters."""
 LAYOUT = make_layout(SPEC)
@@ -40,8 +38,7 @@ def run(options: str = "") -> TrainConfig:
 
 
 def stage(config: TrainConfig, share: float) -> StageMemory:
-    (found,) = estimate_stage_memory(with_offload_fraction(config, share), SPEC, 2)
-    return found
+    return estimate_stage_memory(with_offload_fraction(config, share), SPEC, 2)[0]
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +64,7 @@ def test_moments_in_bf16_halve_the_state_of_a_bf16_model() -> None:
     short = "--optimizer.moments_dtype bfloat16"
     none, whole = stage(run(short), 0.0), stage(run(short), 1.0)
     assert none.optimizer == stage(run(), 0.0).optimizer / 2 == whole.host_bytes
-    assert none.host_bytes == 0 and whole.optimizer == 0
-
+    assert none.host_bytes == whole.optimizer == 0
     config = run(f"{short} --dtype float32")
     assert stage(config, 1.0).host_bytes == stage(config, 0.0).optimizer == none.optimizer * 4 / 6
 

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,14 +28,13 @@ TIMEOUT_S = 20
 STEPS = 100_000
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
+    """A fault of :mod:`tests.support.faulty_rank`, what the one message must hold, and the seconds in which
+    the launcher, which waits for all ranks, must end."""
+
     name: str
-    """As :mod:`tests.support.faulty_rank` calls it."""
     message: str
-    """What the one message must hold, as a regular expression."""
     seconds: float
-    """Limit from the fault to the end of the launcher, which waits for all ranks."""
 
 
 KILL = Fault("kill", "ended without a message: it was killed from outside", 20)

@@ -87,7 +87,7 @@ def run_steps(block: Block, device: torch.device) -> tuple[int, float, float]:
 
     torch.cuda.synchronize()
     step_seconds = (time.perf_counter() - start) / STEPS
-    different = sum(not torch.equal(left, came_back) for left, came_back in all_sums)
+    different = sum(not torch.equal(*pair) for pair in all_sums)
     return different, step_seconds, torch.cuda.max_memory_allocated() / INPUT_BYTES
 
 
@@ -114,10 +114,6 @@ def compare(platform: Platform, pre_process: bool) -> bool:
     return bool(found[0]) or offload.num_pieces > expected_pieces or not has_left
 
 
-def main(platform: Platform) -> int:
-    wrong_blocks = [compare(platform, pre_process) for pre_process in (True, False)]
-    return int(any(wrong_blocks))
-
-
 if __name__ == "__main__":
-    sys.exit(main(get_platform("cuda")))
+    cuda = get_platform("cuda")
+    sys.exit(any([compare(cuda, pre_process) for pre_process in (True, False)]))

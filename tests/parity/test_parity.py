@@ -80,14 +80,10 @@ def _is_case(item: pytest.Item) -> bool:
 
 
 def run_cases(cases: Sequence[ParityCase], ranks: int, folder: Path) -> dict[str, Any]:
-    """Runs cases in one group and maps names to results.
-
-    Cases that the group did not reach are missing. The entry ``log`` is the end of the group's output.
-    """
+    """Results of one group by name. Cases that it did not reach are missing; ``log`` is its output."""
     folder.mkdir()
-    given, out = folder / "cases.json", folder / "results.json"
-    write_cases(cases, given)
-    words = [given, out, folder.parent / "references"]
+    write_cases(cases, given := folder / "cases.json")
+    words = [given, out := folder / "results.json", folder.parent / "references"]
     done = run_module("tests.parity.collective_orders", words, ranks, timeout_s=1800)
     results = json.loads(out.read_text()) if out.exists() else {}
     return results | {"log": done.stdout[-4000:] + done.stderr[-20000:]}

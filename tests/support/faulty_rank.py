@@ -42,7 +42,7 @@ def kill_loader() -> None:
 
 
 def exhaust_gpu() -> None:
-    """A thread takes all memory of the GPU, what steps leave in the allocator's cache included."""
+    """A thread takes all memory of the GPU, the allocator's cache included."""
     # A new thread begins on the first GPU, whatever the main thread has chosen.
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     held: list[torch.Tensor] = []

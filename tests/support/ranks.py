@@ -42,8 +42,7 @@ def python_path() -> str:
 def in_ranks(ranks: int | Callable[[dict[str, Any]], int] = 1) -> Callable[..., Any]:
     """Marks a test whose body runs in each of ``ranks`` processes, where its assertions are checked.
 
-    Its fixtures and parameters must be picklable. ``ranks`` may be a function of them. All ranks get those of
-    this process; what only rank 0 may check, such as files, begins with ``if dist.get_rank() == 0``.
+    Its fixtures and parameters must be picklable, and ``ranks`` may be a function of them.
     """
 
     def decorate(body: Callable[..., None]) -> Any:
@@ -63,13 +62,10 @@ def in_ranks(ranks: int | Callable[[dict[str, Any]], int] = 1) -> Callable[..., 
 def run_module(
     module: str, arguments: Sequence[str | Path] = (), ranks: int = 1, *, timeout_s: float = 600, **job: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``ranks`` processes and waits for their end.
+    """Runs ``python -m module arguments`` in ``ranks`` processes, which are killed after ``timeout_s``.
 
     Args:
         job: ``environment`` and ``cwd`` of the processes, and ``is_group``: whether they are ranks.
-
-    Raises:
-        subprocess.TimeoutExpired: the ranks were still running after ``timeout_s`` seconds and were killed.
     """
     words = [module, *map(str, arguments)]
     outcome, folder = _run(ranks, timeout_s, module=module, arguments=words[1:], **job)
@@ -81,7 +77,7 @@ def run_module(
 def run_function(
     function: Callable[..., Any], arguments: Sequence[object], ranks: int
 ) -> subprocess.CompletedProcess[str]:
-    """Calls a function in ``ranks`` processes, which may fail or exit, and waits for their end."""
+    """Calls a function in ``ranks`` processes, which may fail or exit."""
     named = (function.__module__, function.__name__)
     outcome, folder = _run(ranks, function=named, arguments=list(arguments))
     assert not outcome.timed_out, f"{function.__name__} has not ended:\n{folder['stderr']}"
@@ -134,9 +130,6 @@ def run_apart(
 
     Args:
         folders, file_bytes, one_node: see :class:`Job`.
-
-    Raises:
-        AssertionError: some ranks were still running after ``timeout_s`` seconds and were killed.
     """
     work: dict[str, Any] = {"folders": {rank: str(path) for rank, path in (folders or {}).items()}}
     if isinstance(program, str):
@@ -159,11 +152,7 @@ def call(
     timeout_s: float = 600,
     **variables: Any,
 ) -> Any:
-    """Calls ``function(**variables)`` in each of ``ranks`` processes.
-
-    Returns:
-        The result of rank 0, which must be of JSON's types.
-    """
+    """Calls ``function(**variables)`` in ``ranks`` processes. Returns rank 0's result, as JSON has it."""
     named = (function.__module__, function.__name__)
     outcome, folder = _run(ranks, timeout_s, environment, function=named, variables=variables)
     assert not any(outcome.exit_codes), (

@@ -25,8 +25,7 @@ LAYOUT = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [1,3] --parallel.seq
 
 
 def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0) -> dict[str, Path]:
-    """Writes a data set of images and text to ``folder``, and the weights of ``hf`` in a layout that
-    no run has."""
+    """Writes a data set of images and text, and the weights of ``hf`` in a layout that no run has."""
     (folder / "media").mkdir(parents=True)
     records = []
     for i in range(samples):
@@ -95,10 +94,7 @@ def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def trainings(prepared: dict[str, Path], *starts: tuple[Path, list[str]]) -> list[str]:
-    """Starts the trainer again and again in one process, each time with a run's folder and its options.
-
-    Returns the output of each start, and the message that it ended with.
-    """
+    """The outputs of a process that trains again and again, each with the message that a start ended with."""
     return call(what_trainings_say, starts=[options_of(prepared, run, *options) for run, options in starts])
 
 

@@ -54,15 +54,8 @@ def join(platform_name: str = "cpu") -> Platform:
     return platform
 
 
-# --- In any layout, on any samples -------------------------------------------------------------------------
-
-
 def trainer_of(hf: str | Path, seq_len: int = 192, platform_name: str = "cpu", **fields: Any) -> Trainer:
-    """A trainer with the weights of ``hf``, without rows of its own. Collective.
-
-    Args:
-        fields: those of :class:`~toolkit.parity.case.ParityCase`: the layout, LoRA, recompute, ...
-    """
+    """A trainer with the weights of ``hf`` and the fields of a :class:`~toolkit.parity.case.ParityCase`."""
     platform = join(platform_name)
     return build_case(ParityCase("case", str(hf), "", [], seq_len=seq_len, **fields), platform)
 
@@ -154,9 +147,6 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-# --- With random weights and rows of its own ----------------------------------------------------------------
-
-
 class TinyTrainer(Trainer):
     """A trainer of a model with random weights, whose rows alternate between image and text."""
 
@@ -179,7 +169,7 @@ class TinyTrainer(Trainer):
 
     @property
     def chunks(self) -> list[Any]:
-        """This rank's chunks without DDP."""
+        """Without DDP."""
         return [chunk.module for chunk in self.model_chunks]
 
     def run_step(self, number: int = 0) -> StepResult:
@@ -188,7 +178,7 @@ class TinyTrainer(Trainer):
         return self.train_step(self.batches.next_batch())
 
     def feed_of(self, rows: Iterable[Any], count: int) -> BatchBroadcast:
-        """Makes a feed of other rows, ``count`` of them per step."""
+        """Feeds ``count`` other rows per step."""
         return BatchBroadcast(self.grid, self.platform, iter(rows), count, spec=self.spec)
 
     def again(self, **sections: Any) -> TinyTrainer:

@@ -27,7 +27,6 @@ REFUSED = {
     # before a start: importing torch takes four seconds, and converting the data may take hours
     "train {model} --data.path none.json": "none.json does not exist",
     "train {model} --data.path a.json,b.csv": "a.json,b.csv does not exist; `megatron-vl data",
-    "train {inputs} --data.seqlen 9": "--data.seqlen is unknown; did you mean --data.seq_len",
     "train {inputs} --optimizer.lr abc": "expected a number, got abc",
     "train --model.hf nowhere --data.path {records}": f"model.hf {MISSING}",
     "train --model.hf {weightless} --data.path {records}": "weightless holds no weights",

@@ -1,7 +1,6 @@
 """`megatron-vl evaluate`: scores, damage and refusals; dialogues, tables and videos; models that think."""
 
 import base64
-import csv
 import io
 import json
 import os
@@ -9,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +17,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from pandas import DataFrame
+from pandas import DataFrame, read_csv
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -53,7 +53,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HF_CONFIGS = ROOT / "tests" / "hf_configs"
 QUICK = ["--max-new-tokens", "1"]
 WHO = [{"type": "text", "value": "Who?"}]
-COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
 
 
 def photographs() -> list[Image.Image]:
@@ -65,27 +64,16 @@ def photographs() -> list[Image.Image]:
     return images
 
 
-def write_table(path: Path, rows: list[list[object]], columns: tuple[str, ...] = COLUMNS) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        csv.writer(file, delimiter="\t").writerows([columns, *rows])
-    return path
-
-
 def encoded(image: Image.Image) -> str:
-    data = io.BytesIO()
-    image.save(data, "PNG")
+    image.save(data := io.BytesIO(), "PNG")
     return base64.b64encode(data.getvalue()).decode()
 
 
-def photograph_table(path: Path) -> Path:
-    """Eight questions about four photographs; the right answers alternate between A, B, C and D."""
-    images = photographs()
-    options = ("a person", "a cat", "a cup", "a rocket")
-    rows = [
-        [i + 1, encoded(images[i // 2]), f"What is in image {i}?", *options, "ABCD"[i // 2]] for i in range(8)
-    ]
-    return write_table(path, rows)
+def replace_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(file)
+    save_file(tensors | {name: change(tensors[name])}, file, metadata={"format": "pt"})
+    return folder
 
 
 def answers_letters(folder: Path, seed: int, **sizes: int) -> Path:
@@ -93,35 +81,29 @@ def answers_letters(folder: Path, seed: int, **sizes: int) -> Path:
     shutil.copytree(tiny_checkpoint("qwen2_5_vl", **sizes), folder)
     tokens = load_hf_processor(folder).tokenizer
     letters = [tokens.convert_tokens_to_ids(letter) for letter in "ABCD"]
-    file = next(file for file in folder.glob("*.safetensors") if "lm_head.weight" in load_file(file))
-    tensors = load_file(file)
-    head = torch.zeros_like(tensors["lm_head.weight"])
-    rows = torch.randn(2, head.shape[1], generator=torch.Generator().manual_seed(seed))
-    # One of four is always above the zero of all others.
-    head[letters] = torch.cat([rows, -rows]).to(head.dtype)
-    save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-    return folder
 
+    def with_letters(head: torch.Tensor) -> torch.Tensor:
+        rows = torch.randn(2, head.shape[1], generator=torch.Generator().manual_seed(seed))
+        values = torch.cat([rows, -rows]).to(head.dtype)
+        # One of four is always above the zero of all others.
+        return torch.zeros_like(head).index_copy(0, torch.tensor(letters), values)
 
-def damage(converted: Path, folder: Path) -> Path:
-    """A copy with the heads of one k_proj swapped, as after a wrong conversion of grouped queries."""
-    shutil.copytree(converted, folder)
-    name = "model.layers.3.self_attn.k_proj.weight"
-    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
-    tensors = load_file(file)
-    save_file(tensors | {name: torch.cat(tensors[name].chunk(2)[::-1])}, file, metadata={"format": "pt"})
-    return folder
-
-
-def write_video(path: Path, image: Image.Image, frames: int) -> None:
-    """Writes a video of an image that moves to the left."""
-    whole = np.asarray(image.convert("RGB").resize((96 + frames, 64)))
-    write(path, video_of((np.ascontiguousarray(whole[:, i : i + 96]) for i in range(frames)), rate=8))
+    return replace_tensor(folder, "lm_head.weight", with_letters)
 
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory) -> Path:
-    return photograph_table(tmp_path_factory.mktemp("LMUData") / "photographs.tsv")
+    """Eight questions about four photographs; the right answers alternate between A, B, C and D."""
+    path, images = tmp_path_factory.mktemp("LMUData") / "photographs.tsv", photographs()
+    choices = dict(zip("ABCD", ("a person", "a cat", "a cup", "a rocket"), strict=True))
+    rows = [
+        {"index": i + 1, "image": encoded(images[i // 2]), "question": f"What is in image {i}?"}
+        | choices
+        | {"answer": "ABCD"[i // 2]}
+        for i in range(8)
+    ]
+    DataFrame(rows).to_csv(path, sep="\t", index=False)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -145,28 +127,22 @@ def converted(small, tmp_path_factory) -> Path:
 def predictions(out: Path, role: str) -> dict[str, str]:
     """Index -> answer, of VLMEvalKit's own file."""
     [path] = (out / "work" / "results").glob(f"{role}-*/{role}-*_photographs.tsv")
-    with path.open(newline="") as file:
-        return {row["index"]: row["prediction"] for row in csv.DictReader(file, delimiter="\t")}
+    return read_csv(path, sep="\t", dtype=str).set_index("index")["prediction"].to_dict()
 
 
 def first_words(folder: Path, table: Path) -> dict[str, str]:
     """Index -> first word of transformers' answer to VLMEvalKit's prompt about the table's own image."""
-    processor = load_hf_processor(folder)
-    model = load_hf_model(folder, torch.float32)
-    answers = {}
-    with table.open(newline="") as file:
-        for row in csv.DictReader(file, delimiter="\t"):
-            choices = "".join(f"{letter}. {row[letter]}\n" for letter in "ABCD")
-            question = f"Question: {row['question']}\nOptions:\n{choices}"
-            question += "Please select the correct answer from the options above. \n"
-            content = [{"type": "image"}, {"type": "text", "text": question}]
-            text = processor.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-            )
-            image = Image.open(io.BytesIO(base64.b64decode(row["image"]))).convert("RGB")
-            batch = processor(text=[text], images=[image], return_tensors="pt")
-            with torch.no_grad():
-                answers[row["index"]] = processor.decode(model(**batch).logits[0, -1].argmax())
+    processor, model, answers = load_hf_processor(folder), load_hf_model(folder, torch.float32), {}
+    for row in read_csv(table, sep="\t", dtype=str).to_dict("records"):
+        choices = "".join(f"{letter}. {row[letter]}\n" for letter in "ABCD")
+        question = f"Question: {row['question']}\nOptions:\n{choices}"
+        question += "Please select the correct answer from the options above. \n"
+        turn = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
+        text = processor.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+        image = Image.open(io.BytesIO(base64.b64decode(row["image"]))).convert("RGB")
+        batch = processor(text=[text], images=[image], return_tensors="pt")
+        with torch.no_grad():
+            answers[row["index"]] = processor.decode(model(**batch).logits[0, -1].argmax())
     return answers
 
 
@@ -195,8 +171,7 @@ def test_script_scores_original_round_trip_and_training(original, table, tmp_pat
     assert (report["passed"], report["problems"], report["questions"]) == (True, [], 8)
     checkpoints = report["checkpoints"]
     assert checkpoints["converted"]["tensors"] == checkpoints["converted"]["answers"] == "identical"
-    with table.open(newline="") as file:
-        right_answers = {row["index"]: row["answer"] for row in csv.DictReader(file, delimiter="\t")}
+    right_answers = read_csv(table, sep="\t", dtype=str).set_index("index")["answer"].to_dict()
     for role, folder in (("original", original), ("trained", other)):
         answers = predictions(out, role)
         assert answers == first_words(folder, table)
@@ -212,7 +187,10 @@ def test_script_scores_original_round_trip_and_training(original, table, tmp_pat
 
 @pytest.fixture(scope="module")
 def damaged(converted, tmp_path_factory) -> Path:
-    return damage(converted, tmp_path_factory.mktemp("damaged") / "hf")
+    """With the heads of one k_proj swapped, as after a wrong conversion of grouped queries."""
+    folder = shutil.copytree(converted, tmp_path_factory.mktemp("damaged") / "hf")
+    name = "model.layers.3.self_attn.k_proj.weight"
+    return replace_tensor(folder, name, lambda weight: torch.cat(weight.chunk(2)[::-1]))
 
 
 def run(original: Path, converted: Path, table: Path, out: Path, *options: str) -> tuple[int, dict]:
@@ -309,8 +287,8 @@ def test_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
     """Also one in the working folder or with a name that VLMEvalKit knows, but never a folder."""
     usual = tmp_path / "LMUData"
     monkeypatch.setenv("LMUData", str(usual))
-    write_table(tmp_path / "mine" / "photos.tsv", [[1, "Who?"]], ("index", "question"))
-    write_table(usual / "photos.tsv", [[1, "Where?"]], ("index", "question"))
+    for folder in (tmp_path / "mine", usual):
+        write(folder / "photos.tsv", b"index\tquestion\n1\tWho?\n")
     mine = ("photos", tmp_path / "mine")
     assert find_dataset(str(tmp_path / "mine" / "photos.tsv")) == mine
 
@@ -406,7 +384,9 @@ def test_videos_are_encoded_as_by_the_checkpoints_processor(family, tmp_path):
     from transformers.video_utils import VideoMetadata
 
     hf = write_tiny_checkpoint(tmp_path / "hf", family)
-    write_video(tmp_path / "a.mp4", photographs()[1], 29)
+    whole = np.asarray(photographs()[1].convert("RGB").resize((96 + 29, 64)))  # it moves to the left
+    moving = (np.ascontiguousarray(whole[:, i : i + 96]) for i in range(29))
+    write(tmp_path / "a.mp4", video_of(moving, rate=8))
     with av.open(str(tmp_path / "a.mp4")) as container:
         decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         frames = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2)
@@ -470,7 +450,7 @@ def test_evaluated_model_thinks_as_asked(thinking, switch, end):
     greedy = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 12 + thinks}
     tokens = model.answerer.model.generate(**inputs, **greedy)
     text = model.answerer.decode(tokens[0, inputs["input_ids"].shape[1] :])
-    assert model.generate_answer(WHO) == (
+    assert model.answerer.answer(model.encode(WHO))[0] == (
         GeneratedAnswer("", text.strip(), is_block_closed=False) if thinks else GeneratedAnswer(text)
     )
 

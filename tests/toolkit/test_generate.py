@@ -162,13 +162,11 @@ def test_prompt_ends_before_the_first_answer(tiny_checkpoint: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt", "Hi", "--image", "nowhere.png"], "nowhere.png does not exist"),
         (["--prompt", " "], "give either --prompt"),
         (["--data.path", "tests"], "or --out FILE for the answers to the data set --data.path"),
         (["--data.path", "tests", "--out", "README.md"], "--out README.md exists"),
         (["--out", "new.jsonl", "--prompt", "Hi"], "give either --prompt"),
         (["--out", "new.jsonl"], "--out needs --data.path"),
-        (["--prompt", "Hi", "--model.typo", "1"], "model.typo"),
         (["--prompt", "Hi", "--lora.adapter", "tests"], "lora.adapter is for training: merge it first"),
     ],
 )

@@ -1,16 +1,15 @@
 """`megatron-vl train` on records as they are, and on a model's name."""
 
-import inspect
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
 import tarfile
 import threading
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import huggingface_hub
 import pytest
@@ -101,12 +100,10 @@ def test_preparation_chooses_what_the_user_leaves_out(tmp_path, tiny_checkpoint)
 @pytest.mark.full
 def test_limit_of_64_open_files_loses_no_record_and_is_named(tmp_path, tiny_checkpoint) -> None:
     words = ["train", "--platform", "cpu", "--model.hf", tiny_checkpoint("qwen2_5_vl")]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_vl", *words, "--data.path", questions(tmp_path / "raw"),
-         "--media-root", tmp_path / "raw" / "media"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True,
-    )  # fmt: skip
+    words += ["--data.path", questions(tmp_path / "raw"), "--media-root", tmp_path / "raw" / "media"]
+    limited = ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", sys.executable, "-m", "megatron_vl", *words]
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    done = subprocess.run(limited, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "6 of 6 records converted" in done.stderr and "quarantine.jsonl" not in done.stderr
     remedy = "Too many open files; raise the limit of open files (`ulimit -n`) where"
     assert done.returncode == 0 or remedy in done.stderr
@@ -205,15 +202,14 @@ def test_records_without_samples_are_refused_with_the_template_that_writes_them(
 
 def test_nodes_wait_for_the_conversion_of_the_first(tmp_path, capsys):
     # What an earlier start left is not taken: the first node is about to replace it.
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": false}')
+    source_file = tmp_path / "data" / prepare.SOURCE_FILE
+    write(source_file, b'{"usable": false}')
 
-    def write() -> None:
-        (tmp_path / "data" / prepare.SOURCE_FILE).write_text('{"usable": true}')
+    def convert() -> None:
+        source_file.write_text('{"usable": true}')
         prepare.note_row_length(tmp_path / "data", 512)
 
-    timer = threading.Timer(0.5, write)
-    timer.start()
+    threading.Timer(0.5, convert).start()
     prepare.wait_for_dataset(tmp_path / "data", ["usable", "seq_len"])
     assert "waiting for the first node" in capsys.readouterr().err
 
@@ -253,13 +249,8 @@ def test_model_is_downloaded_by_its_name(monkeypatch):
     with pytest.raises(RunConfigError, match=f"{wanted}.*; it cannot be downloaded: "):
         download_model("Org/Other")
 
-    signature, given = inspect.signature(huggingface_hub.snapshot_download), []
-
-    def download(*args: object, **options: object) -> str:
-        given.append(signature.bind(*args, **options).arguments)
-        return "/cache/Org/Model"
-
+    download = create_autospec(huggingface_hub.snapshot_download, return_value="/cache/Org/Model")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert download_model("Org/Model") == "/cache/Org/Model"
-    assert given[0]["repo_id"] == "Org/Model" and "*.bin" in given[0]["ignore_patterns"]
-    assert not given[0]["local_files_only"]
+    [name], options = download.call_args
+    assert name == "Org/Model" and "*.bin" in options["ignore_patterns"] and not options["local_files_only"]

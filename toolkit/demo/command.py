@@ -165,8 +165,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def check_training(metrics: list[dict[str, Any]], save_step: int) -> list[Check]:
     """The steps repeated after the kill have the same losses, and the loss has fallen."""
     resumed = next(i for i in range(1, len(metrics)) if metrics[i]["step"] <= metrics[i - 1]["step"])
-    before = {line["step"]: line["loss"] for line in metrics[:resumed]}
-    after = {line["step"]: line["loss"] for line in metrics[resumed:]}
+    starts = metrics[:resumed], metrics[resumed:]
+    before, after = ({line["step"]: line["loss"] for line in lines} for lines in starts)
     repeated = before.keys() & after.keys()
     largest = max(abs(before[step] - after[step]) / before[step] for step in repeated)
     first, last = metrics[0]["loss"], sum(line["loss"] for line in metrics[-5:]) / 5

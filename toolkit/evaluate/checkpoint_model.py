@@ -9,7 +9,6 @@ import torch
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.data.sample.thinking import GeneratedAnswer
 from megatron_vl.weights.trained_media import exported_media
 from toolkit.generate.answers import THINK, Answerer, with_trained_media
 
@@ -71,9 +70,6 @@ class CheckpointModel:
             settings = dataclasses.replace(settings, video_fps=float(part["fps"]))
         media_items.append(encoder.encode_medium(part["type"], str(path), path.read_bytes(), settings))
         return {"type": part["type"]}
-
-    def generate_answer(self, prompt: Sequence[Mapping[str, Any]]) -> GeneratedAnswer:
-        return self.answerer.answer(self.encode(prompt))[0]
 
 
 def prompt_turns(prompt: Sequence[Mapping[str, Any]]) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:

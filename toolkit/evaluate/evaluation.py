@@ -113,12 +113,11 @@ def folder_hash(hf_dir: Path) -> str:
 
 
 def _check_options(options: EvaluateOptions) -> None:
-    if options.judge:
-        judge_host = urlsplit(options.judge.partition("@")[2]).hostname
-        if not judge_host:
-            raise UsageError(f"--judge {options.judge}: give the address of its server too, NAME@URL")
-        if judge_host not in ("localhost", "127.0.0.1", "::1"):
-            raise UsageError(f"--judge {options.judge}: the judge must be on this machine")
+    judge_host = urlsplit(options.judge.partition("@")[2]).hostname
+    if options.judge and not judge_host:
+        raise UsageError(f"--judge {options.judge}: give the address of its server too, NAME@URL")
+    if options.judge and judge_host not in ("localhost", "127.0.0.1", "::1"):
+        raise UsageError(f"--judge {options.judge}: the judge must be on this machine")
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / MARKER_FILE).exists():
         raise UsageError(
             f"--out {options.out} is not empty and of no earlier evaluation; give another folder"

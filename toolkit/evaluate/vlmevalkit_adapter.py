@@ -66,7 +66,8 @@ class VlmEvalKitModel:
     def _answer(self, prompt: list[dict[str, Any]]) -> str:
         from toolkit.evaluate.checkpoint_model import prompt_turns
 
-        reply, parts = self.model.generate_answer(prompt), prompt_turns(prompt)[-1][1]
+        reply, _ = self.model.answerer.answer(self.model.encode(prompt))
+        parts = prompt_turns(prompt)[-1][1]
         prompt_text = json.dumps(prompt, default=str, sort_keys=True)
         line = {
             "key": hashlib.sha256(prompt_text.encode()).hexdigest()[:16],

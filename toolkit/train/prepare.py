@@ -233,8 +233,10 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
         folders = " and ".join(map(str, conversion.roots.folders))
         refusals += f", or give another folder than {folders} with --media-root"
     if report.samples:
-        refusals += ". `megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder"
-        refusals += " is a data.path too"
+        refusals += (
+            ". `megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder is a"
+            " data.path too"
+        )
     return refusals
 
 
