@@ -75,19 +75,21 @@ def test_tree_is_killed_from_the_top_also_below_a_session_of_its_own() -> None:
     kill_process_tree(root.pid)  # what has ended already is no error
 
 
+STOPS_ONE = """
+import signal, subprocess, threading, time
+from megatron_vl.launch import kill_stopped_ranks
+stopped, running = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+stopped.send_signal(signal.SIGSTOP)
+threading.Thread(target=kill_stopped_ranks, args=(0.5, 0.1), daemon=True).start()
+start = time.monotonic()
+print(stopped.wait(30), time.monotonic() - start > 0.5, running.poll())
+running.kill()
+"""
+
+
 def test_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
     """In a process of its own, because it looks at all children."""
-    program = (
-        "import signal, subprocess, threading, time\n"
-        "from megatron_vl.launch import kill_stopped_ranks\n"
-        "stopped, running = (subprocess.Popen(['sleep', '60']) for _ in range(2))\n"
-        "stopped.send_signal(signal.SIGSTOP)\n"
-        "threading.Thread(target=kill_stopped_ranks, args=(0.5, 0.1), daemon=True).start()\n"
-        "start = time.monotonic()\n"
-        "print(stopped.wait(30), time.monotonic() - start > 0.5, running.poll())\n"
-        "running.kill()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", STOPS_ONE], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["-9", "True", "None"], done.stderr
     assert "was stopped for 0 s and is killed" in done.stderr
 
@@ -134,7 +136,6 @@ except DistError:
     [({}, False), pytest.param({"TORCH_CPP_LOG_LEVEL": "WARNING"}, True, marks=pytest.mark.full)],
 )
 def test_killed_launcher_leaves_no_frames_of_torch(level: dict[str, str], has_frames: bool) -> None:
-    """Unless the user has asked for them."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
     environment |= {"PYTHONPATH": python_path(), **level}
     words = [sys.executable, "-c", LOSES_ITS_LAUNCHER]

@@ -327,9 +327,8 @@ def repeated_flops(
     if "vision" in trained_parts(spec, lora, model_config):
         blocks, rest = tower_forward_flops(spec.vision, sizes)
         tower = blocks * (recompute_config.vision == "full") + (blocks + rest) * is_decoupled
-    mtp = 0.0
-    if spec.language.has_mtp:
-        mtp = sum(_repeated_layer(spec.language, _mtp_kind(spec.language), modules, set(), sizes))
+    language, has_mtp = spec.language, spec.language.has_mtp
+    mtp = sum(_repeated_layer(language, _mtp_kind(language), modules, set(), sizes)) if has_mtp else 0.0
     return RowFlops(tuple(by_kind[kind] for kind in kinds), mtp, tower)
 
 
@@ -402,7 +401,6 @@ def layer_weights(language_spec: LanguageSpec, kind: LayerKind) -> dict[str, int
 
 
 def block_weights(vision_spec: VisionSpec) -> dict[str, int]:
-    """Weights of a layer of the tower, by matrix in the order of the forward pass."""
     hidden_size, ffn_width = vision_spec.hidden_size, vision_spec.ffn_hidden_size
     return {
         "self_attention.linear_qkv": 3 * hidden_size**2,

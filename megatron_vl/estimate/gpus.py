@@ -119,12 +119,12 @@ def query_gpus() -> list[GpuInfo]:
 
 def parse_nvidia_smi(csv_text: str) -> list[GpuInfo]:
     """Parses ``nvidia-smi``'s table. Other lines, such as a text about a GPU that has failed, are skipped."""
-    parsed_gpus = []
-    for line in csv_text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 5 and fields[0].isdigit() and fields[2].isdigit() and fields[3].isdigit():
-            parsed_gpus.append(GpuInfo(int(fields[0]), fields[1], int(fields[2]), int(fields[3]), fields[4]))
-    return parsed_gpus
+    rows = ([field.strip() for field in line.split(",")] for line in csv_text.splitlines())
+    return [
+        GpuInfo(int(row[0]), row[1], int(row[2]), int(row[3]), row[4])
+        for row in rows
+        if len(row) == 5 and row[0].isdigit() and row[2].isdigit() and row[3].isdigit()
+    ]
 
 
 @functools.cache

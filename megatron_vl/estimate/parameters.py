@@ -50,11 +50,15 @@ class LayerKind(NamedTuple):
 
 @functools.cache
 def layer_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[LayerKind, ...]:
-    language, adapters_by_module, kinds = spec.language, _adapters_by_module(spec, lora), []
-    for layer in range(language.num_layers):
-        adapters = adapters_by_module.get(f"language_model.decoder.layers.{layer}", ())
-        kinds.append(LayerKind(language.has_experts(layer), language.has_linear_attention(layer), adapters))
-    return tuple(kinds)
+    language, adapters = spec.language, _adapters_by_module(spec, lora)
+    return tuple(
+        LayerKind(
+            language.has_experts(layer),
+            language.has_linear_attention(layer),
+            adapters.get(f"language_model.decoder.layers.{layer}", ()),
+        )
+        for layer in range(language.num_layers)
+    )
 
 
 class BlockKind(NamedTuple):
@@ -64,11 +68,11 @@ class BlockKind(NamedTuple):
 
 @functools.cache
 def block_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[BlockKind, ...]:
-    adapters_by_module, kinds = _adapters_by_module(spec, lora), []
-    for layer in range(spec.vision.num_layers):
-        adapters = adapters_by_module.get(f"vision_model.decoder.layers.{layer}", ())
-        kinds.append(BlockKind(spec.vision.is_full_attention(layer), adapters))
-    return tuple(kinds)
+    vision, adapters = spec.vision, _adapters_by_module(spec, lora)
+    return tuple(
+        BlockKind(vision.is_full_attention(layer), adapters.get(f"vision_model.decoder.layers.{layer}", ()))
+        for layer in range(vision.num_layers)
+    )
 
 
 @functools.cache

@@ -95,7 +95,7 @@ def search_layouts(request: SearchRequest) -> list[RunPrediction]:
 
 
 def smallest_layout(request: SearchRequest) -> RunPrediction:
-    """The layout that needs least memory. It raises the error of :func:`search_layouts`."""
+    """The one that needs least memory. It raises the error of :func:`search_layouts`."""
     smallest = (_smallest_variant(request, group) for group in _size_groups(request))
     return min(smallest, key=lambda prediction: prediction.peak_gib)
 

@@ -40,7 +40,6 @@ transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe
 
 STACKS_S = 3.0
 """Seconds before the end of a job's time at which its ranks print the stacks of all their threads."""
-
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for the peers of a rank that failed; torchrun waits 30."""
 
@@ -51,13 +50,11 @@ class Job:
 
     ranks: int
     environment: dict[str, str]
-    """The whole environment of each rank, except the variables that say which rank it is."""
-    folder: str
-    """An empty folder for ``stdout``, ``stderr`` and ``result.json``."""
+    """That of each rank, without the variables that say which rank it is."""
+    folder: str  # for ``stdout``, ``stderr`` and ``result.json``
     cwd: str
     timeout_s: float
-    port: int
-    """A free TCP port for the group's rendezvous."""
+    port: int  # of the group's rendezvous
     module: str = ""
     arguments: list[Any] = field(default_factory=list)
     function: tuple[str, str] = ("", "")

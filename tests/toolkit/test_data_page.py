@@ -85,7 +85,6 @@ def test_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
     # The attack is there to be read in the text of a sample, and a missing image is counted.
     assert "alert(1)" in tags.text and "<script>alert(1)</script>" in tags.text
     assert "medium missing" in tags.text and CHINESE in tags.text
-    # Who speaks, what is trained on, original names and sizes.
     assert {"b", "mark", "svg"} <= {tag for tag, _ in tags.tags}
     assert "assistant" in tags.text and "images/2.img: 94 x 62 in the file, 84 x 56 as seen" in tags.text
     assert re.search("<mark>[^<]*Answer number 2.", text)
@@ -145,11 +144,7 @@ def test_show_explains_a_sample_that_is_left_out(out, capsys):
     assert "give --model.hf, or a run with --config" in capsys.readouterr().err
 
 
-def test_damaged_quarantine_is_read_as_far_as_it_goes(out, tmp_path):
-    run = tmp_path / "quarantine.jsonl"
-    line = {"file": "in.json", "record": 1, "id": "", "reason": "r", "detail": "d"}
-    run.write_bytes(b"\xff\n[]\n{}\n" + json.dumps(line).encode() + b"\n" + b'{"reason": "cut')
+def test_damaged_quarantine_is_read_as_far_as_it_goes(tmp_path):
+    (tmp_path / "quarantine.jsonl").write_bytes(b'\xff\n[]\n{}\n{"id": "", "reason": "r"}\n{"reason": "cut')
     assert read_quarantine(tmp_path) == {"r": 1}
     assert read_quarantine(tmp_path / "nowhere") == {}
-
-    assert read_quarantine(out) == {"medium missing": 1}

@@ -1,7 +1,4 @@
-"""Rolling a run back: what moves, kills between its renames, and what is refused.
-
-What a run then trains is in ``tests/training/test_keeping.py``.
-"""
+"""Rolling a run back: what moves, kills between its renames, and what is refused."""
 
 import json
 import os
@@ -80,9 +77,7 @@ def test_second_rollback_to_a_step_has_a_folder_of_its_own(run: Path) -> None:
     assert {path.name for path in (run / "abandoned").iterdir()} == aside
 
 
-def test_rollback_continues_after_a_kill_between_any_two_renames(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_continues_after_a_kill_between_any_two_renames(run, tmp_path, monkeypatch) -> None:
     """Until then the run does not start, no other step is taken, and the folder may move."""
     roll_back(make_run(tmp_path / "undisturbed"), 4)
     wanted = files(tmp_path / "undisturbed")
@@ -117,9 +112,7 @@ def test_rollback_to_a_missing_step_names_those_that_exist(run: Path, step: int)
     assert files(run) == before
 
 
-def test_rollback_refuses_an_incomplete_step_a_held_folder_and_another_folder(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_refuses_an_incomplete_step_a_held_and_another_folder(run, tmp_path, monkeypatch) -> None:
     before, lock_file = files(run), lock_run_dir(run)
     for command in (["rollback", str(run), "4"], ["restart-data", str(run)]):
         assert main(["checkpoint", *command]) == 1

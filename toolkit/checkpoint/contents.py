@@ -33,8 +33,8 @@ def verify_checkpoint(step_dir: Path) -> list[str]:
 
     problems = verify_files(step_dir)
     try:
-        for difference in verify_checkpoint_hashes(step_dir / "weights").differences:
-            problems.append(f"{step_dir / 'weights'}: {difference.name} {difference.how}")
+        differences = verify_checkpoint_hashes(step_dir / "weights").differences
+        problems += [f"{step_dir / 'weights'}: {each.name} {each.how}" for each in differences]
     except (WeightsError, OSError, ValueError) as error:
         problems.append(str(error))
     return problems

@@ -155,7 +155,6 @@ def split_turns(token_ids: Tensor, loss_mask: Tensor, encoder: RowEncoder) -> li
 
 
 def print_sample(sample: SampleView) -> None:
-    """Prints a sample; what is trained on is green."""
     console = Console(highlight=False, soft_wrap=True)
 
     def print_text(text: str, style: str = "", end: str = "\n") -> None:

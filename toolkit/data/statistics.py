@@ -90,7 +90,6 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def quarantine_sentences(facts: dict[str, Any]) -> list[str]:
-    """What conversions left out, a line for each data set and reason, the most frequent first."""
     return [
         f"quarantined in {name}: {count:,} {reason}"
         for name, reasons in facts["quarantined"].items()

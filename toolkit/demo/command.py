@@ -163,7 +163,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def check_training(metrics: list[dict[str, Any]], save_step: int) -> list[Check]:
-    """The steps repeated after the kill have the same losses, and the loss has fallen."""
     resumed = next(i for i in range(1, len(metrics)) if metrics[i]["step"] <= metrics[i - 1]["step"])
     starts = metrics[:resumed], metrics[resumed:]
     before, after = ({line["step"]: line["loss"] for line in lines} for lines in starts)
@@ -204,7 +203,6 @@ def compare_losses(folder: Path, when: str, hf_name: str, samples: list[dict[str
 
 
 def check_answers(answers_path: Path) -> list[Check]:
-    """The answers that transformers generates from the exported folder are those in the data."""
     from toolkit.demo.demo_data import ANSWER_BY_IMAGE
 
     right: dict[bool, list[bool]] = {True: [], False: []}

@@ -141,7 +141,6 @@ def _package_versions() -> dict[str, str]:
 
 
 def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
-    """What decides answers and scores, with a choice for what was not given."""
     tensor_folder = check_hf_folder(options.original)
     [(code, _)] = Counter(map(tensor_folder.dtype_code, tensor_folder.file_by_tensor)).most_common(1)
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
@@ -165,7 +164,6 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
 
 
 def _ask_and_score(options: EvaluateOptions, result: Evaluation, lmu_data: Path) -> None:
-    """Lets VLMEvalKit ask and score all checkpoints, and adds what it wrote to ``result``."""
     work_dir = (options.out / "work").resolve()
     _prepare_work_dir(options, work_dir, result, lmu_data)
     _run_vlmevalkit(options, work_dir, result)

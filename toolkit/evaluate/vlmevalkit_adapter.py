@@ -59,9 +59,8 @@ class VlmEvalKitModel:
         """A video part with the frames that its data set's name states, unless it has its own."""
         if message_part.get("type") != "video" or "nframes" in message_part or "fps" in message_part:
             return message_part
-        if self.nframe:
-            return message_part | {"nframes": self.nframe}
-        return message_part | {"fps": self.fps} if self.fps else message_part
+        settings = {"nframes": self.nframe} if self.nframe else {"fps": self.fps} if self.fps else {}
+        return message_part | settings
 
     def _answer(self, prompt: list[dict[str, Any]]) -> str:
         from toolkit.evaluate.checkpoint_model import prompt_turns

@@ -42,6 +42,5 @@ class ErrorSums[Key: Hashable]:
     def error(self, key: Key, numel: int) -> float:
         """The :func:`relative_error` of a tensor of ``numel`` elements; infinite if parts are missing."""
         difference, scale, found_numel = self.sums.get(key, np.zeros(3)).tolist()
-        if found_numel != numel or not math.isfinite(difference):
-            return math.inf
-        return math.sqrt(difference / (scale or 1.0))
+        is_whole = found_numel == numel and math.isfinite(difference)
+        return math.sqrt(difference / (scale or 1.0)) if is_whole else math.inf

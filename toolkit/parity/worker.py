@@ -134,9 +134,8 @@ def gradient_errors(trainer: Trainer, reference_dir: Path) -> dict[str, float]:
         tensor_info = expected_reader.tensor_infos[name]
         if not grid.is_first_copy(tensor_info):
             continue
-        twin = 0
-        if tensor_info.parallel_style == "replicated":
-            twin = grid.etp_rank if tensor_info.num_experts else grid.tp_rank
+        tensor_rank = grid.etp_rank if tensor_info.num_experts else grid.tp_rank
+        twin = tensor_rank if tensor_info.parallel_style == "replicated" else 0
         key = name, (grid.pp_rank, copy_counts[name, expert], twin)
         copy_counts[name, expert] += 1
         # The gradient that Megatron-core's DDP accumulates, in fp32.

@@ -83,10 +83,8 @@ def _memory_lines(found: Plan) -> list[str]:
         limit = f"of {request.host_gib:.1f} " * (request.host_gib < math.inf)
         lines.append(f"host memory: {chosen.host_gib:.1f} {limit}GiB for each GPU of the fullest stage")
     if not request.fits(chosen):
-        advice = "nothing else fits either"
-        if found.fitting:
-            advice = f"what would: {run_options(found.fitting[0], request.config)}"
-        lines.append(f"the run does not fit; {advice}")
+        others = [f"what would: {run_options(each, request.config)}" for each in found.fitting[:1]]
+        lines.append(f"the run does not fit; {' '.join(others) or 'nothing else fits either'}")
     return lines
 
 
@@ -105,6 +103,5 @@ def run_options(prediction: RunPrediction, base: TrainConfig) -> str:
 
 
 def _command_line_value(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return str(value).replace(" ", "").replace("'", "")
+    is_json = value is None or isinstance(value, bool)
+    return json.dumps(value) if is_json else str(value).replace(" ", "").replace("'", "")
