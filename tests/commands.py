@@ -15,7 +15,6 @@ VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
 
 
 def logical_lines(text: str) -> list[str]:
-    """Lines with continuations joined, without comments and blank lines."""
     joined = re.sub(r"\\\n\s*", " ", text)
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
 
@@ -31,7 +30,6 @@ def from_root(words: list[str]) -> list[str]:
 
 
 def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
-    """Name and options of a ``megatron-vl`` command, None for ``--help``."""
     words = words_of(line)
     assert words[0] == "megatron-vl"
     if words[-1] in ("--help", "--version"):

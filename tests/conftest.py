@@ -96,5 +96,4 @@ def hf(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> 
 
 @pytest.fixture
 def repository() -> Path:
-    """The root of the checkout."""
     return REPOSITORY

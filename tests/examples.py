@@ -21,8 +21,6 @@ FIRST_LINES = re.compile(
 
 @dataclass(frozen=True)
 class Example:
-    """An example's run, its model, and the numbers that it states."""
-
     name: str
     config: TrainConfig
     spec: ModelSpec

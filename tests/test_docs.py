@@ -42,7 +42,6 @@ BLOCK = re.compile(rf"(^{MARK})?^ *```(bash|python|yaml)\n(.*?)^ *```", re.MULTI
 
 @cache
 def blocks(document: Path) -> list[tuple[str, str, str]]:
-    """Mark, language and text of each block; text within lists loses its indentation."""
     found = BLOCK.findall(document.read_text())
     return [(mark, language, textwrap.dedent(text)) for mark, language, text in found]
 
@@ -181,7 +180,6 @@ ELSEWHERE = re.compile(r"NAME|_SIZE|^megatron_vl/_tools/")
 
 @cache
 def definitions(path: Path) -> set[str]:
-    """Functions, classes and constants of a module, and the methods and fields of its classes."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return names | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -228,11 +226,10 @@ def texts_of_the_code() -> str:
     found = []
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
-                found.append(" ".join("".join(map(str, parts)).split()))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(" ".join(node.value.split()))
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                texts = (str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts)
+                found.append(" ".join("".join(texts).split()))
     return "\n".join(found)
 
 

@@ -67,6 +67,8 @@ def test_stated_numbers_are_the_estimate_of_plan(path):
     predicted = predict_layout(example.config, example.spec, example.world, layout, find_gpu(example.gpu))
     assert example.gpu in ("H200 (141 GB)", "RTX 4090 (24 GB)") and predicted.fits_memory
     assert example.gib == round(predicted.peak_gib)
+    if "24gb" in example.name:  # the driver, CUDA and a longer row than estimated may take a quarter
+        assert example.gib <= 0.75 * find_gpu(example.gpu).memory_gib
     assert example.hours == pytest.approx(1e9 / example.tokens_per_second / 3600, abs=0.06)
     if example.measured_per_gpu:
         assert example.tokens_per_second == pytest.approx(example.measured_per_gpu * example.world, rel=0.001)
@@ -88,15 +90,6 @@ def test_stages_of_pretraining_follow_each_other():
         assert len({run.checkpoint.dir for run in (merger, whole, long)}) == 3
         assert merger.data.path != whole.data.path != long.data.path
         assert merger.data.seq_len == whole.data.seq_len < long.data.seq_len
-
-
-def test_lora_of_the_3b_leaves_room_on_a_card_of_24_gb():
-    """A quarter of the card, which the driver, CUDA and a longer row than estimated may take."""
-    path = ROOT / "examples" / "qwen2_5_vl_3b_lora_24gb.yaml"
-    example = read_example(path)
-    assert example.config.lora.rank and "3B" in example.config.model.hf
-    assert example.gib <= 0.75 * find_gpu(example.gpu).memory_gib
-    assert f"examples/{path.name}" in (ROOT / "docs" / "which-gpu.md").read_text()
 
 
 def family_rows() -> dict[str, list[str]]:
@@ -122,7 +115,6 @@ def test_family_pages_say_what_the_yaml_says(example):
 
 
 def code_cells() -> list[str]:
-    """The code of the notebook, with continued lines joined."""
     notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return [re.sub(r"\\\n\s*", "", cell) for cell in cells]

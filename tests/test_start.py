@@ -54,7 +54,6 @@ print(json.dumps(facts))
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, bool]:
-    """Of a process that has imported the trainer."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -74,7 +74,6 @@ def lengths(samples: list[TokenizedSample], spec: ModelSpec) -> tuple[list[int],
 def step_flops(
     spec: ModelSpec, where: tuple, loss_tokens: int, model: ModelConfig = TRAINED, lora: LoraConfig = NO_LORA
 ) -> float:
-    """FLOPs of both passes of a row with :func:`lengths` ``where``."""
     return needed_flops(spec, model, lora, row_sizes(*where, loss_tokens)).total
 
 
@@ -83,7 +82,6 @@ def again_flops(spec: ModelSpec, recompute: RecomputeConfig, where: tuple) -> Ro
 
 
 def forward_flops(spec: ModelSpec, documents: list[int], head_tokens: int) -> float:
-    """Forward FLOPs of the language model."""
     layers = again_flops(spec, RecomputeConfig(language="full"), (documents, [], [])).language
     layers += unread_flops(spec, documents)
     return layers + 2.0 * spec.language.hidden_size * spec.language.vocab_size * head_tokens

@@ -44,7 +44,6 @@ def config_of(options: str) -> TrainConfig:
 
 
 def memory_of(name: str, options: str) -> StageMemory:
-    """The memory of a run on one GPU."""
     spec = spec_of(name)
     return next(stage_memories(config_of(options), spec, make_layout(spec), 1))
 

@@ -43,7 +43,6 @@ def stage(config: TrainConfig, share: float) -> StageMemory:
 
 @pytest.fixture(scope="module")
 def full() -> float:
-    """GiB of a run without offload."""
     return stage(run(), 0.0).total_bytes / GIB
 
 

@@ -23,8 +23,6 @@ INPUT_BYTES = 2 * TOKENS * WIDTH
 
 
 class KeptInput(torch.autograd.Function):
-    """A layer that keeps its input alone."""
-
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, sums: list[list[Tensor]]) -> Tensor:
         ctx.save_for_backward(hidden)

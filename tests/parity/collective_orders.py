@@ -38,8 +38,6 @@ Entry = tuple[str, tuple[int, ...], str, int]
 
 
 class CollectiveLog:
-    """Records the collectives that this rank enters, in order."""
-
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         for name in COLLECTIVES:
@@ -57,7 +55,6 @@ class CollectiveLog:
         return enter
 
     def take(self) -> list[Entry]:
-        """The entries since the last call."""
         entries, self.entries = self.entries, []
         return entries
 

@@ -55,8 +55,6 @@ def settings(case: dict[str, Any]) -> set[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One case of the parity table."""
-
     ranks: int
     case: dict[str, Any]
     in_make_test: bool
@@ -148,7 +146,6 @@ EXPERTS_ALONE = ("Expert parallel (EP)", "Expert tensor parallel (ETP)", BALANCI
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """All cases of the table."""
     return tuple(
         Entry(ranks, case, case["name"] in QUICK) for ranks, cases in CASES.items() for case in cases
     )
@@ -254,7 +251,6 @@ every setting, `make test-full` all {sum(map(len, CASES.values()))}.
 
 
 def markdown() -> str:
-    """What the site's page ``support-matrix.md`` says after its introduction."""
     parts = [INTRODUCTION]
     for title, features in SECTIONS.items():
         rows = [
@@ -289,7 +285,6 @@ def _mark(feature: str, family: str) -> str:
 
 
 def _cases(family: str) -> list[list[str]]:
-    """Lists feature, test and ``make`` target of each proven cell of a family."""
     rows = []
     for features in SECTIONS.values():
         for name, feature in features.items():

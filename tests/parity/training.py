@@ -47,8 +47,6 @@ fp64 (small Qwen3-VL; 4e-5 for Qwen2.5-VL)."""
 
 @dataclass
 class TableCase(ParityCase):
-    """A case that may be a training."""
-
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
 
@@ -138,7 +136,6 @@ def compare_checkpoint(step_dir: Path, reference_dir: Path) -> dict[str, tuple[s
 def read_full_state(
     optimizer_reader: OptimizerStateReader, tensor_info: TensorInfo, state_kind: str
 ) -> Tensor:
-    """Reads the optimizer state of a whole tensor."""
     experts: list[int | None] = [*range(tensor_info.num_experts)] or [None]
     numel = torch.Size(tensor_info.shape[1:] if tensor_info.num_experts else tensor_info.shape).numel()
     read = partial(optimizer_reader.read_range, tensor_info, state_kind, 0, UNSHARDED, 0, numel)

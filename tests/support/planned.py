@@ -31,7 +31,6 @@ def config_of(options: str) -> TrainConfig:
 def predict_run(
     config: TrainConfig, spec: ModelSpec, world_size: int, gpu: Gpu | None = None
 ) -> RunPrediction:
-    """The prediction of a run under its own layout."""
     return predict_layout(config, spec, world_size, run_layout(config, spec, world_size), gpu)
 
 

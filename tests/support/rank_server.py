@@ -74,8 +74,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a group of ranks."""
-
     exit_codes: list[int]
     """By rank; -N for signal N."""
     timed_out: bool
@@ -84,7 +82,6 @@ class Outcome:
 
 
 def main(descriptor: int) -> None:
-    """Serves until the other end closes."""
     gc.disable()  # a third of the time of these imports
     for name in PRELOADED:
         importlib.import_module(name)
@@ -108,7 +105,6 @@ def main(descriptor: int) -> None:
 
 
 def _run(job: Job, connection: Connection) -> Outcome:
-    """Forks the ranks and waits for the last of them."""
     running = {}
     for rank in range(job.ranks):
         pid = os.fork()

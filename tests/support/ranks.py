@@ -105,8 +105,6 @@ def run_group(
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a rank."""
-
     code: int
     """Exit code; -N for signal N."""
     stderr: str
@@ -155,9 +153,8 @@ def call(
     """Calls ``function(**variables)`` in ``ranks`` processes. Returns rank 0's result, as JSON has it."""
     named = (function.__module__, function.__name__)
     outcome, folder = _run(ranks, timeout_s, environment, function=named, variables=variables)
-    assert not any(outcome.exit_codes), (
-        f"exit codes {outcome.exit_codes}:\n{folder['stdout'][-2000:]}\n{folder['stderr'][-6000:]}"
-    )
+    ends = f"{folder['stdout'][-2000:]}\n{folder['stderr'][-6000:]}"
+    assert not any(outcome.exit_codes), f"exit codes {outcome.exit_codes}:\n{ends}"
     return json.loads(folder["result.json"])
 
 
@@ -168,7 +165,6 @@ def _run(
     cwd: Path | None = None,
     **work: Any,
 ) -> tuple[Outcome, dict[str, str]]:
-    """Runs a job. Returns its end and, by name, the content of the files that it has written."""
     assert allowed, "a test that starts ranks needs the mark `ranks`"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
@@ -207,9 +203,8 @@ def _server(triton_interpret: str) -> Connection:
 
 
 def _free_port() -> int:
-    first = _block_of_ports()
     while True:
-        port = first + next(_jobs) % PORTS
+        port = _block_of_ports() + next(_jobs) % PORTS
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
@@ -222,15 +217,12 @@ def _block_of_ports() -> int:
     They lie below those that the kernel assigns, so a free one stays free until a rank binds it. The
     reservation is an abstract Unix socket, of which there is one, and it ends with the process.
     """
+    mark = socket.socket(socket.AF_UNIX)
+    atexit.register(mark.close)
     for first in range(FIRST_PORT, LAST_PORT, PORTS):
-        mark = socket.socket(socket.AF_UNIX)
-        try:
+        with contextlib.suppress(OSError):
             mark.bind(f"\0megatron_vl_tests_ports_{first}")
-        except OSError:
-            mark.close()
-            continue
-        atexit.register(mark.close)
-        return first
+            return first
     raise AssertionError("other processes have reserved all ports")
 
 

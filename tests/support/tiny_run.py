@@ -54,7 +54,6 @@ def command(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4,
 
 
 def torchrun(ranks: int) -> list[str]:
-    """The first words of a command that starts ranks on this machine."""
     return [sys.executable, *f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()]
 
 
@@ -74,7 +73,6 @@ def environment() -> dict[str, str]:
 def train(
     prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the trainer to its end."""
     arguments = options_of(prepared, run, *options, steps=steps)
     return run_module("megatron_vl.train", arguments, ranks, cwd=prepared["folder"])
 

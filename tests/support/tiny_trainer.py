@@ -47,7 +47,6 @@ ROWS = 2
 
 
 def join(platform_name: str = "cpu") -> Platform:
-    """Joins the process group of the ranks."""
     platform = get_platform(platform_name)
     torch.set_num_threads(1)
     init_distributed(platform)
@@ -95,9 +94,8 @@ def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
         return {}
 
     folder = step_dir_path(run, step)
-    files = {
-        name.removeprefix("optimizer/"): facts for name, facts in read_run_metadata(folder)["files"].items()
-    }
+    listed = read_run_metadata(folder)["files"].items()
+    files = {name.removeprefix("optimizer/"): facts for name, facts in listed}
     state = OptimizerStateReader(folder / "optimizer", files, trainer.layout.sharding)
     reader, found = WeightReader(folder / "weights", takes_lora=True), {}
     for name, info in reader.tensor_infos.items():
@@ -117,13 +115,11 @@ def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Weights and optimizer state of this rank."""
     weights = {f"weight/{live.tensor_name}": live.parameter.detach().clone() for live in trainer.live_tensors}
     return weights | optimizer_state(trainer)
 
 
 def as_saved(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
-    """Tensors in the form in which a checkpoint writes them."""
     return {key: SavedTensor(each.dtype, each.numel(), each.view(-1).clone) for key, each in tensors.items()}
 
 
@@ -141,7 +137,6 @@ def differences(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> list[s
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, on all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -159,7 +154,6 @@ class TinyTrainer(Trainer):
         return itertools.cycle([self.row_of("image"), self.row_of("text")])
 
     def row_of(self, *kinds: str) -> TrainingRow:
-        """A row of one sample of each kind."""
         return pack_row([make_sample(kind, self.spec, 0) for kind in kinds], self.spec, SEQ_LEN)
 
     def device_row(self, *kinds: str, seq_len: int = SEQ_LEN) -> Any:
@@ -169,7 +163,6 @@ class TinyTrainer(Trainer):
 
     @property
     def chunks(self) -> list[Any]:
-        """Without DDP."""
         return [chunk.module for chunk in self.model_chunks]
 
     def run_step(self, number: int = 0) -> StepResult:
@@ -178,7 +171,6 @@ class TinyTrainer(Trainer):
         return self.train_step(self.batches.next_batch())
 
     def feed_of(self, rows: Iterable[Any], count: int) -> BatchBroadcast:
-        """Feeds ``count`` other rows per step."""
         return BatchBroadcast(self.grid, self.platform, iter(rows), count, spec=self.spec)
 
     def again(self, **sections: Any) -> TinyTrainer:

@@ -171,8 +171,7 @@ def test_even_routing_chooses_experts_evenly(hf, family: str) -> None:
 
 
 def test_a_benchmark_that_was_killed_says_so(tiny_checkpoint, capsys, monkeypatch) -> None:
-    killed = subprocess.CompletedProcess([], -9)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -9))
     assert main(["bench", "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]) == 1
     assert "signal 9 ended the rank; if memory ran out, take fewer layers" in capsys.readouterr().err
 

@@ -34,7 +34,6 @@ def out(tmp_path_factory) -> Path:
 
 
 def show(out: Path, *more: str) -> int:
-    """The exit code of the command."""
     words = ["--data.path", str(out), "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
     words += ["--data.seq_len", "512", "--data.min_pixels", "3136", "--data.max_pixels", str(28 * 28 * 24)]
     return main(["data", "show", *words, *more])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from tests.tiny import replace_tensor
 from toolkit.cli import main
 from toolkit.demo import command
 from toolkit.demo.demo_data import ANSWER_BY_IMAGE, load_images, write_raw_data
@@ -18,7 +18,6 @@ from toolkit.demo.demo_data import ANSWER_BY_IMAGE, load_images, write_raw_data
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The folder of a demo, as a user runs it."""
     folder = tmp_path_factory.mktemp("demo") / "here and there"
     words = [sys.executable, "-m", "toolkit", "demo", "--dir", str(folder)]
     return folder, subprocess.run(words, capture_output=True, text=True, timeout=900)
@@ -42,11 +41,7 @@ def test_demo_fails_on_a_damaged_export(demo, tmp_path, capsys):
     folder, own = demo[0], tmp_path / "own"
     shutil.copytree(folder, own)
     name = "model.layers.3.self_attn.q_proj.weight"
-    weight_map = json.loads((own / "hf_trained" / "model.safetensors.index.json").read_text())["weight_map"]
-    file = own / "hf_trained" / weight_map[name]
-    tensors = load_file(file)
-    swapped = torch.cat(tensors[name].chunk(2)[::-1])
-    save_file(tensors | {name: swapped}, file, {"format": "pt"})
+    replace_tensor(own / "hf_trained", name, lambda weight: torch.cat(weight.chunk(2)[::-1]))
     samples = json.loads((folder / "raw" / "conversations.json").read_text())
     assert command.compare_losses(folder, "after", "hf_trained", samples)[2]
     check = command.compare_losses(own, "after", "hf_trained", samples)

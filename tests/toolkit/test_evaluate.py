@@ -8,7 +8,6 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,7 +18,6 @@ import pytest
 import torch
 from pandas import DataFrame, read_csv
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
 from converters.convert import convert_weights, export_weights, reshard_weights
 from converters.hf_checkpoint import HfCheckpoint
@@ -32,7 +30,7 @@ from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.trained_media import ARGUMENTS_KEY, MEDIA_KEY
 from tests.converters.peft_models import peft_folder
 from tests.data.media import video_of, write
-from tests.tiny import tiny_checkpoint, write_tiny_checkpoint
+from tests.tiny import replace_tensor, tiny_checkpoint, write_tiny_checkpoint
 from toolkit.cli import main
 from toolkit.common.hf_loading import load_hf_model, load_hf_processor
 from toolkit.evaluate import evaluation
@@ -67,13 +65,6 @@ def photographs() -> list[Image.Image]:
 def encoded(image: Image.Image) -> str:
     image.save(data := io.BytesIO(), "PNG")
     return base64.b64encode(data.getvalue()).decode()
-
-
-def replace_tensor(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
-    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
-    tensors = load_file(file)
-    save_file(tensors | {name: change(tensors[name])}, file, metadata={"format": "pt"})
-    return folder
 
 
 def answers_letters(folder: Path, seed: int, **sizes: int) -> Path:

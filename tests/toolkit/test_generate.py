@@ -35,7 +35,6 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 def greedy_answer(reference: DemoReference, record: dict[str, Any], media: Path, **template: bool) -> str:
-    """The answer of ``transformers`` to the first turn of a record."""
     asked = record | {"conversations": record["conversations"][:1]}
     messages, images, videos = read_sharegpt_sample(asked, media)
     text = reference.processor.apply_chat_template(
@@ -110,7 +109,6 @@ def test_spaces_of_other_scripts_are_shown_as_they_are() -> None:
 
 
 def folder_tensors(hf: Path) -> dict[str, bytes]:
-    """The contents of a checkpoint's weights."""
     return {path.name: path.read_bytes() for path in hf.glob("*.safetensors")}
 
 

@@ -27,15 +27,12 @@ def test_positions_of_a_prompt(family: str, parts: list[Any]) -> None:
     sample = sample_of(spec, parts)
     grids = [item.grid_thw for item in sample.media_items]
     by_kind = {kind: [grid for grid in grids if grid.kind == kind] for kind in ("image", "video")}
-    sizes = {
-        kind: torch.tensor([[g.t, g.h, g.w] for g in of]) if of else None for kind, of in by_kind.items()
-    }
+    sizes = {f"{kind}_grid_thw": [[g.t, g.h, g.w] for g in found] for kind, found in by_kind.items()}
     model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
     positions, delta = model.model.get_rope_index(
         sample.token_ids[None],
         mm_token_type_ids=torch.zeros_like(sample.token_ids[None]),
-        image_grid_thw=sizes["image"],
-        video_grid_thw=sizes["video"],
+        **{name: torch.tensor(found) if found else None for name, found in sizes.items()},
         second_per_grid_ts=torch.tensor([g.second_per_grid for g in by_kind["video"]]),
         attention_mask=torch.ones_like(sample.token_ids[None]),
     )

@@ -39,7 +39,6 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def questions(folder: Path, count: int = 6, image: str = "dot.png") -> Path:
-    """Records of questions about an image in the folder ``media``."""
     write(folder / "media" / "dot.png", encoded(56, 84))
     records = folder / "conversations.json"
     content = [

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from converters.convert import convert_weights
 from megatron_vl.spec.families import read_spec
@@ -13,6 +12,7 @@ from megatron_vl.spec.families.hf_folder import write_rope_fields
 from megatron_vl.system.errors import UsageError, UserError
 from tests.converters.peft_models import SAVED, peft_folder
 from tests.support import ranks
+from tests.tiny import replace_tensor
 from toolkit.cli import main
 from toolkit.common.layouts import parse_layout, parse_layouts
 from toolkit.common.options import parse_command_line
@@ -87,10 +87,7 @@ def test_parity_names_the_layer_of_a_damaged_checkpoint(tiny_checkpoint, tmp_pat
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     shutil.copytree(hf, tmp_path / "damaged")
     name = "model.layers.2.self_attn.k_proj.weight"
-    file = next(path for path in (tmp_path / "damaged").glob("*.safetensors") if name in load_file(path))
-    tensors = load_file(file)
-    tensors[name] = tensors[name].flip(0).contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
+    replace_tensor(tmp_path / "damaged", name, lambda weight: weight.flip(0).contiguous())
     convert_weights(tmp_path / "damaged", tmp_path / "weights", {"tp": 2, "pp": 1})
     report = run("--hf", hf, "--checkpoint", tmp_path / "weights", "--layouts", "1")
     result = report["layouts"]["1"]

@@ -44,7 +44,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """The content of all files and folders, by path, without those of the lock."""
     return {
         str(path.relative_to(folder)): path.read_text() if path.is_file() else ""
         for path in folder.rglob("*")

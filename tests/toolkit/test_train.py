@@ -153,7 +153,6 @@ LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,2
 
 @pytest.fixture
 def large(monkeypatch, capsys) -> Callable[..., str]:
-    """What a dry run prints of the large run, whose data do not exist."""
     monkeypatch.setattr("toolkit.train.dry_run._pass_text", lambda run: "")
 
     def printed(*words: str, ranks: int = 64) -> str:
