@@ -22,13 +22,7 @@ from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConf
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
-from megatron_vl.estimate.flops import (
-    RowFlops,
-    _counted_products,
-    needed_flops,
-    repeated_flops,
-    row_sizes,
-)
+from megatron_vl.estimate.flops import RowFlops, _counted_products, needed_flops, repeated_flops, row_sizes
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.lora import fused_lora, saved_modules
 from megatron_vl.training.step import run_schedule

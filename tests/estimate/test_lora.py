@@ -13,12 +13,11 @@ from megatron_vl.estimate.parameters import count_parameters, stage_parameters
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from tests.examples import ROOT, read_example
+from tests.examples import HF_CONFIGS, ROOT, read_example
 from tests.support.dry_build import dry_build
 from tests.support.planned import predict_run
 from tests.support.ranks import in_ranks
 
-CONFIGS = Path(__file__).parents[1] / "hf_configs"
 PAGE = ROOT / "docs" / "lora.md"
 B7, B9, A35, TIED = "Qwen2.5-VL-7B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B", "Qwen3-VL-4B-Instruct"
 BASE = "--global_batch_size 8 --dtype float32 --lora.rank 4"
@@ -36,7 +35,7 @@ RUNS = [
 
 
 def spec_of(name: str) -> ModelSpec:
-    return read_spec(CONFIGS / f"{name}.json")
+    return read_spec(HF_CONFIGS / f"{name}.json")
 
 
 def config_of(options: str) -> TrainConfig:

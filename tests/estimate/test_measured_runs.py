@@ -39,10 +39,9 @@ def measured_runs() -> list[MeasuredRun]:
 
 def _estimate(facts: dict[str, Any]) -> MeasuredRun:
     spec = read_spec(FOLDER.parent / "hf_configs" / f"{facts['model']}.json")
-    cut = {f"num_{name}": facts[name] for name in ("language_layers", "vision_layers") if name in facts}
-    spec = spec.replace_layers(**cut) if cut else spec
     config = config_of(f"{facts['options']} --data.path synthetic:{facts['rows']}")
-    spec = spec.with_mtp(bool(config.mtp.loss))
+    layers = {f"num_{name}": facts.get(name) for name in ("language_layers", "vision_layers")}
+    spec = spec.replace_layers(**layers).with_mtp(bool(config.mtp.loss))
     layout = run_layout(config, spec, facts["gpus"])
     run = predict_layout(config, spec, facts["gpus"], layout, find_gpu(facts["gpu"]))
     fullest_row = run.rows._replace(

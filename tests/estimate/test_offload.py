@@ -119,7 +119,6 @@ def test_offload_beyond_host_memory_is_refused_before_it_is_allocated(monkeypatc
 def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(full: float) -> None:
     config = run("--optimizer.offload_fraction auto")
     small = gpu_of(full - 0.47 * stage(config, 0.0).optimizer / GIB)
-
     check_host(config, gpu_of(full), 2)
     check_host(config, small, 10)
     expected = r"auto \(0.5\) needs 9.5 GiB of host memory for 1 rank of a node, which has 2.0 GiB left;.*GPU"

@@ -107,11 +107,8 @@ def test_search_keeps_only_outputs_that_a_run_can_keep(size, gpu, options, kept)
     assert {kind for recompute in recomputes for kind in recompute.keep} == kept
 
 
-def test_search_finds_nothing_where_the_smallest_layout_does_not_fit() -> None:
+def test_search_rejects_impossible_layouts_and_finds_none_if_the_smallest_does_not_fit() -> None:
     request = request_of("Qwen2.5-VL-72B", 2, 8)
     assert search_layouts(request) == [] and smallest_layout(request).peak_gib > 131.8
-
-
-def test_search_rejects_impossible_layouts() -> None:
     with pytest.raises(RunConfigError, match="no layout of 29 GPUs is possible with global_batch_size 3"):
         find("Qwen2.5-VL-7B", 29, 3)

@@ -2,10 +2,9 @@
 
     python -m tests.gpu.layer_inputs
 
-Layers of matrix products keep their input, as under full recompute, and overwrite memory that is free. The
-sums of the bits of all inputs are taken where they leave and where they come back, over several rows in
-flight, as in a pipeline. Nothing waits for the GPU in between. Exit code 1 when a sum differs, or when the
-device kept more than two inputs of a row.
+The sums of the bits of all inputs are taken where they leave and where they come back, over several rows in
+flight, beside layers that overwrite free memory. Nothing waits for the GPU in between. Exit code 1 when a sum
+differs, or when the device kept more than two inputs of a row.
 """
 
 import sys
@@ -90,11 +89,8 @@ def run_steps(block: Block, device: torch.device) -> tuple[int, float, float]:
 
 
 def compare(platform: Platform, pre_process: bool) -> bool:
-    """Prints figures with and without offload. Returns whether bits or memory are wrong.
-
-    Args:
-        pre_process: False for the block of a later pipeline stage, whose first input stays on the device.
-    """
+    """Whether bits or memory are wrong; ``pre_process`` is False for the block of a later pipeline stage,
+    whose first input stays on the device."""
     block = Block(platform.device, pre_process)
     without = run_steps(block, platform.device)
     offload = LayerInputOffload(platform)

@@ -2,10 +2,9 @@
 
     python -m tests.gpu.lora --ranks 1 [--out FOLDER]
 
-Heads are the released ones (tests.gpu.parity). Each family trains adapters of the language model, the tower,
-the mergers and the experts for two steps. Then logits of merged weights are compared with those of base and
-adapters. Exit code 1 when a loss or logits are further off than rounding to bfloat16 explains, or when a bit
-of the base has changed.
+Each family trains adapters of the language model, the tower, the mergers and the experts for two steps. Then
+logits of merged weights are compared with those of base and adapters. Exit code 1 when a loss or logits are
+further off than rounding to bfloat16 explains, or when a bit of the base has changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Runs the parity worker and compares, case by case, the order in which ranks enter collectives.
 
-    python -m tests.parity.collective_orders CASES.json OUT.json REFERENCES
-
-REFERENCES is a folder in which groups of other sizes find what one has computed with ``transformers``.
+    python -m tests.parity.collective_orders CASES.json OUT.json FOLDER_OF_REFERENCES
 
 Two ranks must enter the collectives of all groups that both belong to in one order. On GPUs, each group has a
 stream of its own: ranks that start two collectives in different orders can wait for each other, even if each

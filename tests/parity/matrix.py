@@ -1,8 +1,7 @@
 """The support matrix of the documentation: family x feature, with the test that proves each cell.
 
-``python -m tests.parity.matrix`` prints it as Markdown. The cells of layouts, rows and training come
-from the settings of the parity table (:mod:`tests.parity.cases`); what other tests prove is in
-:data:`PROOFS`. Nothing here imports torch. ``tests/test_docs_generated.py`` checks that every test exists.
+The cells of layouts, rows and training come from the settings of the parity table (:mod:`.cases`); what
+other tests prove is in :data:`PROOFS`. Nothing here imports torch.
 """
 
 from collections.abc import Callable
@@ -298,7 +297,3 @@ def _cases(family: str) -> list[list[str]]:
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown())

@@ -1,7 +1,6 @@
 """Loss and gradients of every layout equal those of transformers, in real groups of processes.
 
-One group is started for each number of ranks and runs all of that number's chosen cases; each test reads its
-case's result.
+One group for each number of ranks runs all of that number's chosen cases; each test reads its case's result.
 """
 
 import json

@@ -49,12 +49,7 @@ class _MetaDeviceMode(TorchFunctionMode):
 
 
 def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[list[BuiltTensor]]:
-    """The parameters of tensor rank 0 of each pipeline stage, taken from the real modules.
-
-    Raises:
-        RunConfigError, LayoutError: the run is impossible.
-        RuntimeError: modules and tensor table disagree, or a process group already exists.
-    """
+    """The parameters of tensor rank 0 of each pipeline stage, taken from the real modules."""
     validate_config(config, world_size)
     layout = run_layout(config, spec, world_size)
     # Without CUDA-only settings that change no parameter, because the CPU platform refuses them.

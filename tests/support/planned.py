@@ -47,11 +47,8 @@ def planned_run(config: TrainConfig, spec: ModelSpec, world_size: int) -> Resolv
 def estimate_stage_memory(
     config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
 ) -> list[StageMemory]:
-    """The peak memory of each pipeline stage of a run under its own layout, first stage first.
-
-    Args:
-        patches: those of the fullest row, of whose tokens all have a loss; None: as many as it can hold.
-    """
+    """The peak memory of each pipeline stage of a run under its own layout. The fullest row has ``patches``
+    (None: as many as it can hold), and all of its tokens have a loss."""
     layout, seq_len = run_layout(config, spec, world_size), config.data.seq_len
     row = None if patches is None else RowSizes(seq_len, 0, seq_len, patches)
     return [*stage_memories(config, spec, layout, validate_config(config, world_size), row)]

@@ -1,11 +1,8 @@
-"""Imports the training stack once and forks ranks from that process.
+"""Imports the training stack, which takes four seconds of processor time, once, and forks ranks.
 
-    python -m tests.support.rank_server SOCKET
-
-Importing torch, Megatron-core and transformers costs over four seconds of processor time. The server itself
-never uses the platform, a process group or a data set, so a fork of it is in the same state as a new process.
-It runs one pickled :class:`Job` after another from the socket and answers with an :class:`Outcome`. Like
-torchrun, it ends the other ranks when one fails.
+The server itself never uses the platform, a process group or a data set, so a fork of it is like a new
+process. It runs one pickled :class:`Job` after another from the socket and answers with an :class:`Outcome`.
+Like torchrun, it ends the other ranks when one fails.
 """
 
 import atexit

@@ -40,10 +40,8 @@ def python_path() -> str:
 
 
 def in_ranks(ranks: int | Callable[[dict[str, Any]], int] = 1) -> Callable[..., Any]:
-    """Marks a test whose body runs in each of ``ranks`` processes, where its assertions are checked.
-
-    Its fixtures and parameters must be picklable, and ``ranks`` may be a function of them.
-    """
+    """Marks a test whose body runs in each of ``ranks`` processes (perhaps a function of its fixtures and
+    parameters, which must be picklable), where its assertions are checked."""
 
     def decorate(body: Callable[..., None]) -> Any:
         @wraps(body)
@@ -62,11 +60,7 @@ def in_ranks(ranks: int | Callable[[dict[str, Any]], int] = 1) -> Callable[..., 
 def run_module(
     module: str, arguments: Sequence[str | Path] = (), ranks: int = 1, *, timeout_s: float = 600, **job: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``ranks`` processes, which are killed after ``timeout_s``.
-
-    Args:
-        job: ``environment`` and ``cwd`` of the processes, and ``is_group``: whether they are ranks.
-    """
+    """Runs ``python -m module arguments`` in ``ranks`` processes, with further fields of :class:`Job`."""
     words = [module, *map(str, arguments)]
     outcome, folder = _run(ranks, timeout_s, module=module, arguments=words[1:], **job)
     if outcome.timed_out:
@@ -124,11 +118,7 @@ def run_apart(
     one_node: bool = False,
     timeout_s: float = 300,
 ) -> list[Ended]:
-    """Runs a module or a function as ranks on different nodes: if one fails, the others go on.
-
-    Args:
-        folders, file_bytes, one_node: see :class:`Job`.
-    """
+    """Runs a module or a function as ranks on different nodes: if one fails, the others go on."""
     work: dict[str, Any] = {"folders": {rank: str(path) for rank, path in (folders or {}).items()}}
     if isinstance(program, str):
         work |= {"module": program, "arguments": list(map(str, arguments))}
@@ -212,10 +202,9 @@ def _free_port() -> int:
 
 @cache
 def _block_of_ports() -> int:
-    """Reserves ``PORTS`` ports for this process and returns the first one.
+    """Reserves ``PORTS`` ports by an abstract Unix socket, which ends with this process; returns the first.
 
-    They lie below those that the kernel assigns, so a free one stays free until a rank binds it. The
-    reservation is an abstract Unix socket, of which there is one, and it ends with the process.
+    They lie below those that the kernel assigns, so a free one stays free until a rank binds it.
     """
     mark = socket.socket(socket.AF_UNIX)
     atexit.register(mark.close)

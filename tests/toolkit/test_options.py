@@ -11,13 +11,7 @@ from megatron_vl.config import field_types
 from megatron_vl.system.errors import UsageError, UserError
 from toolkit.cli import main
 from toolkit.commands import COMMANDS
-from toolkit.common.options import (
-    CommandOptions,
-    field_docstrings,
-    option,
-    parse_command_line,
-    shown_options,
-)
+from toolkit.common.options import CommandOptions, field_docstrings, option, parse_command_line, shown_options
 
 
 @dataclass(kw_only=True)

@@ -250,9 +250,7 @@ def test_dry_run_makes_every_check_of_a_start(prepared, peft, tiny_checkpoint, c
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_run_scores_itself_when_its_ranks_have_ended(
-    ranks: int, tiny_checkpoint: Any, tmp_path: Path
-) -> None:
+def test_run_scores_itself_when_its_ranks_have_ended(ranks, tiny_checkpoint, tmp_path) -> None:
     """One rank, or two that the launcher starts: each sample once; white space does not count."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     prepared, run = prepare(tmp_path / "files", hf, samples=12, val_fraction=0.5), tmp_path / "run"
