@@ -100,7 +100,7 @@ QUICK = "qwen2_vl_2b qwen2_5_vl_32b qwen3_vl_2b qwen3_vl_235b_a22b qwen3_5_0_8b 
 
 @cache
 def core_says(is_quick: bool) -> dict[str, Any]:
-    """Of a process: the modules built for each (quick) example as [name, shape, trained], core's schedules."""
+    """Of a process: the modules of each (quick) example as [name, shape, trained], and core's schedules."""
     return call(built_examples, is_quick=is_quick)
 
 

@@ -86,17 +86,20 @@ def demo(options: DemoOptions) -> int:
     run(f"export --checkpoint {d}/run --hf {d}/hf --out {d}/hf_trained")
     code = run(f"verify {d}/hf {d}/hf_trained", may_fail=True)
     checks.append(("verify sees that training changed the weights", f"exit code {code}", code == 1))
-    weights = f"--model.checkpoint {d}/run/step_{steps:08d}/weights"
-    run(f"{once} {weights} --checkpoint.dir {d}/evaluation_after")
+    run(f"{once} --model.checkpoint {d}/run/step_{steps:08d}/weights --checkpoint.dir {d}/evaluation_after")
     checks.append(compare_losses(folder, "before training", "hf", samples))
     checks.append(compare_losses(folder, "after", "hf_trained", samples))
-    answers = f"--data.path {d}/dataset --eval.split train --out {d}/answers.jsonl"
-    run(f"generate --checkpoint {d}/hf_trained {answers} {VIDEO_WORDS}")
+    run(
+        f"generate --checkpoint {d}/hf_trained --data.path {d}/dataset --eval.split train"
+        f" --out {d}/answers.jsonl {VIDEO_WORDS}"
+    )
     checks += check_answers(folder / "answers.jsonl")
     exit_code = write_report(folder, checks, time.perf_counter() - start_time)
     print(f"the trained model answers; the right answer is {ANSWER_BY_IMAGE['chelsea']!r}:")
-    image = f"--image {d}/raw/media/{FILE_NAMES['chelsea']}"
-    run(f"generate --checkpoint {d}/hf_trained {image} --prompt {shlex.quote(IMAGE_QUESTION)}")
+    run(
+        f"generate --checkpoint {d}/hf_trained --image {d}/raw/media/{FILE_NAMES['chelsea']}"
+        f" --prompt {shlex.quote(IMAGE_QUESTION)}"
+    )
     return exit_code
 
 

@@ -181,8 +181,9 @@ def _check_gpus(gpus: list[GpuInfo]) -> Iterator[Finding]:
     found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
     limit = "the slowest and smallest of them limits the run" if len(kinds) > 1 else ""
     yield Finding("gpus", found, "note" if limit else "ok", limit)
-    used = [f"GPU {g.gpu_index} {g.used_memory_mib / 1024:.1f} GiB" for g in gpus if g.used_memory_mib > 1024]
-    if used:
+    if used := [
+        f"GPU {g.gpu_index} {g.used_memory_mib / 1024:.1f} GiB" for g in gpus if g.used_memory_mib > 1024
+    ]:
         advice = "stop the program that nvidia-smi names, or set CUDA_VISIBLE_DEVICES"
         yield Finding("gpus in use", ", ".join(used), "note", advice)
 
@@ -191,11 +192,9 @@ def _check_environment() -> Finding:
     shown = sorted(
         f"{name}={value}" for name, value in os.environ.items() if name.startswith(WATCHED_VARIABLES)
     )
-    found = ", ".join(shown) or "none set"
-    if switches := [name for name in SLOW_NCCL_SWITCHES if os.environ.get(name, "0") not in ("0", "")]:
-        advice = f"unset {' '.join(switches)}: they switch off fast communication"
-        return Finding("nccl environment", found, "note", advice)
-    return Finding("nccl environment", found)
+    switches = [name for name in SLOW_NCCL_SWITCHES if os.environ.get(name, "0") not in ("0", "")]
+    advice = f"unset {' '.join(switches)}: they switch off fast communication" if switches else ""
+    return Finding("nccl environment", ", ".join(shown) or "none set", "note" if advice else "ok", advice)
 
 
 def check_all_reduce(num_gpus: int) -> Finding:
@@ -204,9 +203,12 @@ def check_all_reduce(num_gpus: int) -> Finding:
     num_ranks, backend = num_gpus or 2, "nccl" if num_gpus else "gloo"
     reduced = run_group("toolkit.doctor.all_reduce", [backend], num_ranks)
     if reduced.returncode:
-        found = f"over {num_ranks} ranks failed: {last_output_lines(reduced, 3)}"
-        advice = "run again with NCCL_DEBUG=INFO; check NCCL_SOCKET_IFNAME, /dev/shm and the driver"
-        return Finding("all-reduce", found, "broken", advice)
+        return Finding(
+            "all-reduce",
+            f"over {num_ranks} ranks failed: {last_output_lines(reduced, 3)}",
+            "broken",
+            "run again with NCCL_DEBUG=INFO; check NCCL_SOCKET_IFNAME, /dev/shm and the driver",
+        )
     speed = reduced.stdout.rpartition("RESULT ")[2].strip()
     return Finding("all-reduce", f"{backend} over {pluralize(num_ranks, 'rank')}: correct, {speed}")
 

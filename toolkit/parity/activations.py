@@ -20,11 +20,10 @@ from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
 
 from .errors import ErrorSums
-from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDING
+from .tolerances import ACTIVATION_TOLERANCE, BF16_RATIO, BF16_ROUNDING
 
 PATCH_EMBEDDING, VISION_MERGER, LOGITS = "patch embedding", "merger", "logits"
 VISION_LOCATIONS = (PATCH_EMBEDDING, VISION_MERGER, "vision layer", "DeepStack merger")
-"""Prefixes of the names of locations in the vision tower."""
 
 
 class ActivationRecorder:
@@ -143,7 +142,7 @@ class MegatronActivationRecorder(ActivationRecorder):
         limits = dict.fromkeys(errors, ACTIVATION_TOLERANCE)
         if dtype == "bfloat16":  # against the fp32 reference
             for name, noise in facts["activation_noise"].items():
-                limits[name] = BF16_ACTIVATION_RATIO * max(noise, BF16_ROUNDING)
+                limits[name] = BF16_RATIO * max(noise, BF16_ROUNDING)
         departures = [name for name, error in errors.items() if not error <= limits[name]]
         return {"activations": errors, "departs": departures[0] if departures else ""}
 

@@ -153,12 +153,11 @@ def prepare_samples(hf_dir: Path, work_dir: Path, least_samples: int) -> list[To
     records = [record for record in records if record["id"] in DEMO_CONVERSATIONS]
     conversations = []
     # Every row of the step needs a sample, so they are repeated if there are fewer.
-    for record in itertools.islice(itertools.cycle(records), max(len(records), least_samples)):
-        conversation = read_conversation(record)
+    repeated = itertools.islice(itertools.cycle(records), max(len(records), least_samples))
+    for conversation in map(read_conversation, repeated):
         images = [str(work_dir / "raw" / "media" / name) for _, name in conversation.media_references]
         conversations.append({"messages": conversation.messages, "images": images})
-    conversations_path = work_dir / "conversations.json"
-    conversations_path.write_text(json.dumps(conversations))
+    (conversations_path := work_dir / "conversations.json").write_text(json.dumps(conversations))
     return encode_conversations(conversations_path, hf_dir)
 
 

@@ -38,7 +38,7 @@ from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
 from .activations import MegatronActivationRecorder
 from .errors import ErrorSums
 from .reference_job import find_reference
-from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from .tolerances import BF16_LOSS_TOLERANCE, BF16_RATIO, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 
 def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def compare_one_pass(
 
     # In bf16, transformers' own error against fp32 is the measure.
     is_bf16 = case.dtype == "bfloat16"
-    gradient_limit = max(bf16_noise.values()) * BF16_GRADIENT_RATIO if is_bf16 else GRADIENT_TOLERANCE
+    gradient_limit = max(bf16_noise.values()) * BF16_RATIO if is_bf16 else GRADIENT_TOLERANCE
 
     # Frozen parts must have no gradient, and all others must have one.
     unexpected_names = sorted({name for name in table if model_part(name) not in case.freeze} ^ errors.keys())

@@ -36,13 +36,13 @@ def print_plan(found: Plan) -> None:
     console = wide_console()
     request, chosen = found.request, found.chosen
     gpu, rows = request.gpu, chosen.rows
-    parameter_count, trained_count = count_parameters(request.config, request.spec)
+    counts = count_parameters(request.config, request.spec)
     print(
-        f"{request.spec.family}, {count_text(parameter_count)} parameters, on {request.world_size} x"
+        f"{request.spec.family}, {count_text(counts[0])} parameters, on {request.world_size} x"
         f" {gpu.name}{'' if gpu.is_measured else ' (not measured)'}, rows of"
         f" {request.config.data.seq_len} tokens, {pluralize(request.config.global_batch_size, 'row')} a step"
     )
-    if trained := trained_text(parameter_count, trained_count):
+    if trained := trained_text(*counts):
         print(trained)
     print(
         f"rows: {ASSUMED_ROWS_TEXT}\n  {rows.tokens:,.0f} tokens, {rows.loss_tokens:,.0f} with loss,"

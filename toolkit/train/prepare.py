@@ -221,8 +221,8 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
     if not report.quarantined_records:
         return ""
 
-    refusals = f"{report.quarantined_records} of {all_records} cannot be used, the first one being"
-    refusals += f" {first_refusal(conversion.dataset_dir)}"
+    first = first_refusal(conversion.dataset_dir)
+    refusals = f"{report.quarantined_records} of {all_records} cannot be used, the first one being {first}"
     if conversion.part[1] == 1:
         refusals += f". {conversion.dataset_dir / 'quarantine.jsonl'} lists them"
     if report.samples and report.quarantined_records <= MAX_QUARANTINED * report.records:
