@@ -36,7 +36,6 @@ class Finding:
     state: State = "ok"
     """``note``: it works, but deserves a look; ``broken``: something that training needs does not work."""
     advice: str = ""
-    """What to do; empty if nothing needs to be done."""
 
 
 def check_machine(with_nccl: bool = False) -> list[Finding]:
