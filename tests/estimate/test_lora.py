@@ -19,7 +19,7 @@ from tests.support.planned import predict_run
 from tests.support.ranks import in_ranks
 
 PAGE = ROOT / "docs" / "lora.md"
-B7, B9, A35, TIED = "Qwen2.5-VL-7B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B", "Qwen3-VL-4B-Instruct"
+B7, TIED = "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct"
 BASE = "--global_batch_size 8 --dtype float32 --lora.rank 4"
 SEQUENCE = "--parallel.sequence_parallel true"
 RUNS = [

@@ -18,7 +18,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
-B7, A3 = "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-30B-A3B-Instruct"
+B7 = "Qwen2.5-VL-7B-Instruct"
 
 
 def config(options: str) -> TrainConfig:

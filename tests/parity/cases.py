@@ -104,7 +104,6 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         case("PP4, decoupled, qwen3_vl", Q3, pp=4, steps=[BETWEEN]),
     ],
 }
-"""Cases of ``vision.placement: decoupled``."""
 
 YARN = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
@@ -209,7 +208,6 @@ HYBRID: dict[int, list[dict[str, Any]]] = {
         case("TP2 x PP2 x VPP2 + SP, qwen3_5 with experts", MOE35, **UNTIED, steps=TWICE),
     ],
 }
-"""Cases of the families with linear attention."""
 
 PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
     1: [
@@ -272,4 +270,3 @@ CASES = {
     ]
     for ranks in (1, 2, 4, 8)
 }
-"""All cases, by number of ranks."""

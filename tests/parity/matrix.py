@@ -26,9 +26,6 @@ TEXT_ONLY = {"text", "short_text", "without_loss"}
 """Samples without images and videos."""
 
 
-# --- What the parity table holds ----------------------------------------------------------------------------
-
-
 def settings(case: dict[str, Any]) -> set[tuple[str, str]]:
     """Rows differ by the kinds of samples in them, layer splits by their irregularities."""
     found = {
@@ -156,9 +153,6 @@ def proving(feature: Callable[[Entry], bool], family: str) -> list[Entry]:
     return sorted(found, key=lambda entry: (not entry.in_make_test, len(entry.settings), entry.ranks))
 
 
-# --- What other tests prove ---------------------------------------------------------------------------------
-
-
 EVERY = (Q2, Q25, Q3, MOE, Q35, MOE35)
 DENSE = (Q2, Q25, Q3)
 GENERATING = (Q25, Q3, Q35)
@@ -229,8 +223,6 @@ PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-
-# --- Markdown -----------------------------------------------------------------------------------------------
 
 INTRODUCTION = f"""\
 - A number counts the cases of the parity table that have the feature. In each of them, loss and gradients
