@@ -24,11 +24,10 @@ RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fiel
           converters/test_fp8.py converters/test_add_tokens.py converters/test_yarn_export.py \
           data/test_tokenizer_file.py data/test_assemble.py data/test_chat.py data/test_pixels.py data/test_loader.py \
           data/test_qwen3_5_prompts.py data/test_chat_end.py toolkit/test_hf_videos.py toolkit/test_generate.py \
-          toolkit/test_parity.py toolkit/test_evaluate.py toolkit/test_evaluate_thinking.py \
-          weights/test_trained_media.py estimate/test_flops.py)
+          toolkit/test_parity.py toolkit/test_evaluate.py weights/test_trained_media.py estimate/test_flops.py)
 
 # The tests with the mark `eval`: collecting all others would take longer than they do.
-EVAL := $(addprefix tests/, toolkit/test_evaluate.py toolkit/test_evaluate_sets.py security/test_evaluate.py)
+EVAL := $(addprefix tests/, toolkit/test_evaluate.py security/test_evaluate.py)
 
 # The newest released Megatron-core, beside the pinned one.
 NEXT := $(VENV)/next

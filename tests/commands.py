@@ -1,5 +1,4 @@
-"""Finds command lines in shell scripts and Markdown and validates them with the parsers that
-would read them."""
+"""Finds command lines in shell scripts and Markdown, and reads them with the parsers of the commands."""
 
 import re
 import shlex
@@ -16,7 +15,6 @@ VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
 
 
 def logical_lines(text: str) -> list[str]:
-    """Lines with continuations joined, without comments and blank lines."""
     joined = re.sub(r"\\\n\s*", " ", text)
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
 
@@ -32,8 +30,6 @@ def from_root(words: list[str]) -> list[str]:
 
 
 def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
-    """Name and options of a ``megatron-vl`` command, None for ``--help``; fails the test with
-    the parser's message."""
     words = words_of(line)
     assert words[0] == "megatron-vl"
     if words[-1] in ("--help", "--version"):

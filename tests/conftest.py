@@ -37,7 +37,7 @@ settings.load_profile("tests")
 LONGEST = """
 training/test_lora parity/test_parity training/test_run training/test_faults kernels/test_triton_kernels
 training/test_mtp training/test_resume training/test_export_hf models/test_mtp toolkit/test_parity
-toolkit/test_answers_at_end test_docs training/test_context_parallel estimate/test_flops
+toolkit/test_train test_docs training/test_context_parallel estimate/test_flops
 kernels/test_shard_exchange training/test_offload training/test_signals test_start models/moe/test_experts
 converters/test_restart test_examples data/test_row_loader toolkit/test_bench converters/test_round_trip
 converters/test_lora training/test_optimizer kernels/test_gated_delta_rule toolkit/test_plan
@@ -55,17 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes what was imported out of the garbage collector's sight.
-
-    By now that is the whole stack, through which each collection would go for a third of a second. Processes
-    forked from here also share its pages.
-    """
+    """Takes the stack out of the sight of the garbage collector, which would go through it for a third of a
+    second each time. Processes forked from here also share its pages."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
-    # Energon's loader collects all garbage every few samples and at its end thaws what is frozen; a worker
-    # process looks at every object. That is cheap in a training process, which holds little.
+    # Energon's loader collects garbage every few samples, and thaws what is frozen.
     energon = sys.modules.get("megatron.energon.wrappers.gc_dataset")
     if energon:
         nothing = {"collect": lambda: 0, "freeze": lambda: None, "unfreeze": lambda: None}
@@ -100,5 +96,4 @@ def hf(request: pytest.FixtureRequest, tiny_checkpoint: Callable[..., Path]) -> 
 
 @pytest.fixture
 def repository() -> Path:
-    """The root of the checkout."""
     return REPOSITORY

@@ -9,11 +9,7 @@ import pytest
 
 
 class Disk:
-    """Observes each ``fsync`` and each rename of this process, and so knows what is on the disk.
-
-    Args:
-        before_rename: called with the old and the new path before each rename.
-    """
+    """Observes each ``fsync`` and rename of this process; ``before_rename`` is called with both paths."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, before_rename: Callable[[Path, Path], None] | None = None
@@ -42,8 +38,7 @@ class Disk:
         monkeypatch.setattr(os, "replace", watched)
 
     def lost(self, root: Path, *, but: tuple[str, ...] = ()) -> list[str]:
-        """Files and folders under ``root`` whose content or name a power cut would take, except the
-        names in ``but``."""
+        """What a power cut would take under ``root``: contents and names, except the names in ``but``."""
         found = []
         for path in sorted(root.iterdir()):
             if path.name in but:

@@ -1,7 +1,6 @@
-"""The module that makes pages of the documentation site; ``docs/`` is no package."""
+"""The module that makes pages of the documentation site."""
 
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,14 +12,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@cache
 def docs_hooks() -> ModuleType:
-    """``docs/hooks.py``, imported as mkdocs does it."""
-    spec = spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_module("docs.hooks")
 
 
 def site_page(address: str) -> str:

@@ -21,8 +21,6 @@ FIRST_LINES = re.compile(
 
 @dataclass(frozen=True)
 class Example:
-    """An example's run, its model, and the numbers that it states."""
-
     name: str
     config: TrainConfig
     spec: ModelSpec
@@ -46,16 +44,6 @@ def read_example(path: Path) -> Example:
     stated = FIRST_LINES.match(path.read_text())
     assert stated, f"{path.name} does not begin with its GPUs and its speed"
     world, gpu, gib, tokens, mfu, measured, hours = stated.groups(default="0")
-    return Example(
-        name=path.stem,
-        config=config,
-        spec=read_spec(hf_config),
-        hf_config=hf_config,
-        world=int(world),
-        gpu=gpu,
-        gib=int(gib),
-        tokens_per_second=int(tokens.replace(",", "")),
-        mfu=int(mfu) / 100,
-        measured_per_gpu=int(measured.replace(",", "")),
-        hours=float(hours),
-    )
+    run = path.stem, config, read_spec(hf_config), hf_config, int(world)
+    speed = int(tokens.replace(",", "")), int(mfu) / 100, int(measured.replace(",", "")), float(hours)
+    return Example(*run, gpu, int(gib), *speed)

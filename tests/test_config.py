@@ -1,5 +1,4 @@
-"""A wrong field is refused before anything starts, with its name and valid values; --help
-explains every field."""
+"""A wrong field is refused before anything starts, with its name and valid values; --help explains all."""
 
 import dataclasses
 import math
@@ -29,12 +28,10 @@ from megatron_vl.config.removed import REMOVED
 
 
 def test_yaml_and_overrides(tmp_path):
-    run = tmp_path / "run.yaml"
-    run.write_text("parallel: {tp: 2, layers: [1, 3]}\noptimizer: {lr: 1.0e-4}\nsteps: 7\n")
+    (run := tmp_path / "run.yaml").write_text("parallel: {tp: 2, layers: [1, 3]}\noptimizer: {lr: 1.0e-4}\n")
     parsed = parse_config(["--config", str(run), "--optimizer.lr", "2e-5", "--parallel.pp", "2"])
-    assert (parsed.parallel.tp, parsed.parallel.pp, parsed.parallel.layers, parsed.steps) == (2, 2, [1, 3], 7)
-    assert parsed.optimizer.lr == 2e-5
-    assert parsed.data == TrainConfig().data
+    assert parsed.parallel == ParallelConfig(tp=2, pp=2, layers=[1, 3])
+    assert parsed.optimizer.lr == 2e-5 and parsed.data == TrainConfig().data
 
 
 @pytest.mark.parametrize(
@@ -55,15 +52,13 @@ def test_targets_are_a_list_or_a_text_with_commas(tmp_path, text: str, targets: 
 
 
 def test_help_explains_every_field(capsys):
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="^0$"):
         parse_or_exit(["--help"])
-    assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     parser = config.build_parser()
     explained = {action.dest: action.help for action in parser._actions}
     for name in field_types():
-        assert f"--{name} " in shown
-        assert explained[name] and len(explained[name]) > 10, f"{name} has no docstring"
+        assert f"--{name} " in shown and len(explained[name]) > 10, f"{name} has no docstring"
     for group in parser._action_groups:  # the heading is the first line of a docstring
         assert not re.search(r"\b(and|the|of|with)$", group.title or ""), group.title
     assert "Tensor parallel size (ranks)." in shown
@@ -91,12 +86,12 @@ def test_unknown_fields_and_wrong_types_are_refused(words: str, message: str) ->
         parse_config(words.split())
 
 
-@pytest.mark.parametrize("words", [["--parallel.layers", "3,1"], ["--parallel.layers=[3,1]"]])
-def test_list_is_written_with_and_without_brackets(words: list[str], tmp_path: Path) -> None:
-    assert parse_config(words).parallel.layers == [3, 1]
+def test_list_is_written_with_and_without_brackets(tmp_path: Path) -> None:
+    for words in (["--parallel.layers", "3,1"], ["--parallel.layers=[3,1]"]):
+        assert parse_config(words).parallel.layers == [3, 1]
     assert parse_config(["--recompute.language_modules", "mlp"]).recompute.language_modules == ["mlp"]
     run = tmp_path / "run.yaml"
-    run.write_text("parallel: {layers: '3,1'}\nprofile: {steps: 5,7}\n".replace("5,7", "[5, 7]"))
+    run.write_text("parallel: {layers: '3,1'}\nprofile: {steps: [5, 7]}\n")
     parsed = parse_config(["--config", str(run)])
     assert (parsed.parallel.layers, parsed.profile.steps) == ([3, 1], [5, 7])
 
@@ -107,11 +102,7 @@ def test_list_is_written_with_and_without_brackets(words: list[str], tmp_path: P
         ("steps: 3\noptimizer:\n  offload: true", 3, r"optimizer.offload is unknown; did you mean"),
         ("seed: 3\noptimiser:\n  lr: 3", 3, r"optimiser.lr is unknown; did you mean"),
         ("seed: 3\nsteps: five", 2, r"field 'steps': expected a whole number, got five$"),
-        (
-            "parallel:\n  tp: 2\n  layers: [1, x]",
-            3,
-            r"field 'parallel.layers': expected a list of whole numbers such as \[8,20\] or 'auto' or",
-        ),
+        ("parallel:\n  tp: 2\n  layers: [1, x]", 3, "field 'parallel.layers': .* list of whole .* or 'auto'"),
         ("seed: 3\nparallel: 2", 2, r"parallel is a section; give its fields, such as parallel.tp or "),
         ("seed: 3\nmodel: a/b", 2, r"there is no model: set model.hf"),
         ("steps: 3\nseed: 3\nsteps: 4", 3, r"field 'steps' is in line 1 already"),
@@ -142,24 +133,16 @@ def test_right_yaml_is_not_blamed_for_the_command_line(tmp_path):
 def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
     for rank, speaks in (("0", True), ("3", False)):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as stop:
+        with pytest.raises(SystemExit, match="^2$"):
             parse_or_exit(["--stepz", "3"])
-        assert stop.value.code == 2
         assert ("stepz" in capsys.readouterr().err) == speaks
 
 
+WSD = "--optimizer.schedule wsd --optimizer.warmup_steps 8"
 IMPOSSIBLE = [
-    (
-        "--steps 10 --optimizer.schedule wsd --optimizer.warmup_steps 8 --optimizer.decay_steps 3",
-        1,
-        "decay_steps 3 and 8 steps of warm-up",
-    ),
+    (f"--steps 10 {WSD} --optimizer.decay_steps 3", 1, "decay_steps 3 and 8 steps of warm-up"),
     ("--steps 10 --optimizer.decay_steps 3", 1, "decay_steps 3 needs optimizer.schedule wsd"),
-    (
-        "--fp8.recipe tensorwise --fp8.vision true --vision.placement decoupled",
-        1,
-        "needs vision.placement first_stage",
-    ),
+    ("--fp8.recipe tensorwise --fp8.vision true --vision.placement decoupled", 1, "placement first_stage"),
     ("--parallel.tp 3", 4, "do not divide the world size 4; start a multiple of 3 processes"),
     ("--global_batch_size 3", 2, r"the data-parallel size 2 \(2 ranks / \(tp 1 x pp 1\)\); take 2 or 4$"),
     ("--parallel.vpp 2", 1, "parallel.vpp 2 needs pp of at least 2"),
@@ -174,7 +157,7 @@ IMPOSSIBLE = [
     ("--data.min_pixels 9 --data.max_pixels 8", 1, "data.min_pixels 9"),
     ('--recompute.language_modules ["attn"]', 1, "expected one of 'core_attn', 'mlp', 'layernorm'"),
     (
-        "--model.freeze_vision=true --model.freeze_merger=true --model.freeze_language=true",
+        "--model.freeze_vision true --model.freeze_merger true --model.freeze_language true",
         1,
         "nothing to train",
     ),
@@ -186,11 +169,7 @@ IMPOSSIBLE = [
     ("--recompute.offload_inputs true", 1, "set recompute.language to full, or recompute.vision"),
     ("--data.seq_len 4096 --parallel.cp 3", 3, r"of 3 \(parallel.cp 3\); take 4095 or 4098"),
     ("--checkpoint.export_hf last", 1, "export_hf last needs checkpoint.dir"),
-    (
-        "--checkpoint.dir r --checkpoint.export_hf 4 --checkpoint.interval 3",
-        1,
-        "4 must be a multiple of checkpoint.interval 3",
-    ),
+    ("--checkpoint.dir r --checkpoint.export_hf 4 --checkpoint.interval 3", 1, "a multiple of .*interval 3"),
     ("--profile.steps [5,7]", 4, "profile.steps needs checkpoint.dir"),
     ("--checkpoint.dir r --profile.steps [5]", 4, r"profile.steps \[5\] must be the first and the last"),
     ("--checkpoint.dir r --profile.steps [0,2]", 4, "between 1 and the last step"),
@@ -212,8 +191,8 @@ def test_impossible_values_are_refused_by_name(words: str, world_size: int, mess
     rows=st.integers(1, 600),
 )
 def test_rows_that_fp8_cannot_multiply_are_refused(recipe, sizes, sequence_parallel, rows) -> None:
-    """Transformer Engine's own rules: its layers assert 8 rows in what a rank passes in, and Tensor Cores
-    need 16 in the products of a weight's gradient, blockwise scaling a block of 128."""
+    """Layers of Transformer Engine assert 8 rows in what a rank passes in; Tensor Cores need 16 in the
+    products of a weight's gradient, blockwise scaling a block of 128."""
     tp, cp = sizes
     sequence_parallel &= tp > 1
     seq_len = cp * (tp if sequence_parallel else 1) * rows
@@ -230,13 +209,12 @@ NUMBERS_CHECKED_WITH_OTHERS = {"checkpoint.export_hf", "profile.ranks", "profile
 
 
 def test_every_number_has_a_range():
-    """Without a bound, a bad number would only be noticed by whatever breaks first."""
     numbers = {name for name, hint in field_types().items() if {int, float} & {hint, *typing.get_args(hint)}}
     assert {"steps", "optimizer.eps", "checkpoint.keep", "data.video_fps"} <= numbers
     for name in numbers - NUMBERS_CHECKED_WITH_OTHERS:
         section, _, leaf = name.rpartition(".")
         config = getattr(TrainConfig(), section) if section else TrainConfig()
-        facts = {field.name: field.metadata for field in dataclasses.fields(config)}[leaf]
+        facts = next(field.metadata for field in dataclasses.fields(config) if field.name == leaf)
         assert facts and valid_range(-math.inf, facts), f"{name} has no range"
 
 

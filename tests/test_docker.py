@@ -4,11 +4,11 @@ import re
 import shlex
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.commands import ROOT, logical_lines
+
 INSTRUCTIONS = {"FROM", "RUN", "ENV", "COPY", "WORKDIR"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
@@ -16,8 +16,8 @@ PINNED = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_t
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
 def test_image_installs_the_pinned_stack(name: str) -> None:
-    text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE)
-    lines = [line.split(maxsplit=1) for line in re.sub(r"\\\n\s*", "", text).splitlines()]
+    text = (ROOT / name).read_text()
+    lines = [line.split(maxsplit=1) for line in logical_lines(text)]
     assert {word for word, _ in lines} <= INSTRUCTIONS and [word for word, _ in lines].count("FROM") == 1
     base, runs = lines[0][1], [run for word, run in lines if word == "RUN"]
     for run in runs:

@@ -1,9 +1,8 @@
 """Commands, runs, links, paths and quotations in the documents are valid.
 
-Blocks after the comment ``<!-- The tests run this block. -->``, which no reader of the page sees, are run;
-the commands of all others must be valid. A block of Python is a program of its own. The blocks of a document
-run in order in one folder that holds what its text asks the reader to have: the examples, a checkpoint (a
-small one with as many layers as the example's layout needs) and conversations with their media.
+Blocks after the comment ``<!-- The tests run this block. -->`` are run, in order, in one folder that holds
+what the document asks the reader to have: examples, checkpoints, conversations with their media. The commands
+of all others must be valid.
 """
 
 import ast
@@ -13,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -36,15 +36,12 @@ def name_of(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-# --- Commands and runs --------------------------------------------------------------------------------------
-
 MARK = "<!-- The tests run this block. -->\n"
 BLOCK = re.compile(rf"(^{MARK})?^ *```(bash|python|yaml)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
 @cache
 def blocks(document: Path) -> list[tuple[str, str, str]]:
-    """Mark, language and text of each block; text within lists loses its indentation."""
     found = BLOCK.findall(document.read_text())
     return [(mark, language, textwrap.dedent(text)) for mark, language, text in found]
 
@@ -94,18 +91,25 @@ def check_command(line: str) -> None:
         pytest.fail(f"no check for {line!r}; write {MARK.strip()!r} before its block, or add one here")
 
 
+@pytest.fixture(scope="module")
+def readers_files(tiny_checkpoint, tmp_path_factory) -> Path:
+    """A folder with what documents ask their readers to have."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
+    write_demo_checkpoint(folder / "checkpoints" / "tiny")
+    write_raw_data(folder / "data")
+    return folder
+
+
 LOSS = re.compile(r"^step +\d+/\d+ \| loss ([\d.]+)", re.MULTILINE)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("document", CHECKED, ids=name_of)
-def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
-    """Each command in a process of its own, a fork of one that has imported the stack."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "Qwen2.5-VL-7B-Instruct").symlink_to(tiny_checkpoint("qwen2_5_vl", layers=28))
-    write_demo_checkpoint(tmp_path / "checkpoints" / "tiny")
-    write_raw_data(tmp_path / "data")
+def test_checked_blocks_run(document, readers_files, tmp_path):
+    shutil.copytree(readers_files, tmp_path, symlinks=True, dirs_exist_ok=True)
     output = errors = ""
     for number, (language, text) in enumerate(block[1:] for block in blocks(document) if block[0]):
         (tmp_path / f"block_{number}.py").write_text(text)
@@ -141,41 +145,29 @@ def test_fields_of_a_run_exist(document):
     assert [name for name in named if name not in fields] == []
 
 
-# --- Links --------------------------------------------------------------------------------------------------
-
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
 @cache
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub gives to the headings of a document.
-
-    Words in small letters are joined with hyphens, without other signs; the second heading of the same text
-    ends with ``-1``. `make docs` checks the links and the navigation of the built site.
-    """
+    """The anchors that GitHub gives to headings; the second of the same text ends with ``-1``."""
     headings = re.findall(r"^#+ (.*)", FENCED.sub("", document.read_text()), re.MULTILINE)
     titles = [re.sub(r"[`*]", "", heading).strip().lower() for heading in headings]
     names = [re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles]
     return {f"{name}-{names[:i].count(name)}".removesuffix("-0") for i, name in enumerate(names)}
 
 
-def broken_links(document: Path) -> list[str]:
-    """The relative links of a document that lead nowhere in a clone, as GitHub shows it."""
+@pytest.mark.parametrize("document", [*DOCUMENTS, *LOG, ROOT / "llms.txt"], ids=name_of)
+def test_links_lead_somewhere(document):
+    """In a clone, as GitHub shows it; `make docs` checks those of the built site."""
     broken = []
     text = re.sub(r"`[^`\n]*`", "", FENCED.sub("", document.read_text()))
     for target, anchor in LINK.findall(text):
         path = (document.parent / target).resolve() if target else document
         if not path.exists() or (anchor and anchor not in anchors(path)):
-            broken.append(f"{target}#{anchor}" if anchor else target)
-    return broken
+            broken.append((target, anchor))
+    assert broken == []
 
-
-@pytest.mark.parametrize("document", [*DOCUMENTS, *LOG, ROOT / "llms.txt"], ids=name_of)
-def test_links_lead_somewhere(document):
-    assert broken_links(document) == []
-
-
-# --- Paths and names ----------------------------------------------------------------------------------------
 
 TOP = "megatron_vl|converters|data_tools|toolkit|examples|tests|docs|benchmarks"
 PATH = re.compile(r"`((?:[\w.*-]+/)+[\w.*-]*)(?:::(\w+)(?:\[[^`]*\])?)?`")
@@ -188,14 +180,9 @@ ELSEWHERE = re.compile(r"NAME|_SIZE|^megatron_vl/_tools/")
 
 @cache
 def definitions(path: Path) -> set[str]:
-    """Functions, classes and constants of a module, and the methods and fields of its classes."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 @cache
@@ -206,9 +193,10 @@ def files_named(path: str) -> list[Path]:
     return [file for package in (*PACKAGES, "tests") for file in (ROOT / package).rglob(path)]
 
 
-def missing_paths(text: str, within_folders: bool = True) -> list[str]:
-    """What a page names and the tree does not have."""
-    wrong = []
+@pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
+def test_paths_and_definitions_exist(page):
+    """The register of faults upstream names files of other projects, too."""
+    text, within_folders, wrong = page.read_text(), page.name != "upstream.md", []
     for path, test in PATH.findall(text):
         from_root = re.match(rf"(?:{TOP})/", path)
         if ELSEWHERE.search(path) or not (from_root or (within_folders and path.endswith(".py"))):
@@ -221,13 +209,7 @@ def missing_paths(text: str, within_folders: bool = True) -> list[str]:
     for name, path in DEFINED.findall(text):
         if (ROOT / path).is_file() and name not in definitions(ROOT / path):
             wrong.append(f"{name} in {path}")
-    return wrong
-
-
-@pytest.mark.parametrize("page", DOCUMENTS, ids=name_of)
-def test_paths_and_definitions_exist(page):
-    """The register of faults upstream names files of other projects, too."""
-    assert missing_paths(page.read_text(), within_folders=page.name != "upstream.md") == []
+    assert wrong == []
 
 
 def test_python_api_functions_exist():
@@ -239,19 +221,15 @@ def test_python_api_functions_exist():
         assert getattr(importlib.import_module(module), function).__doc__, name
 
 
-# --- Quotations and form ------------------------------------------------------------------------------------
-
-
 def texts_of_the_code() -> str:
     """All texts in our sources, one a line; what an f-string fills in is left out as ``...``."""
     found = []
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
-                found.append(" ".join("".join(map(str, parts)).split()))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(" ".join(node.value.split()))
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                texts = (str(part.value) if isinstance(part, ast.Constant) else "..." for part in parts)
+                found.append(" ".join("".join(texts).split()))
     return "\n".join(found)
 
 

@@ -1,5 +1,4 @@
-"""Every shipped example has a valid YAML, a layout that fits its model, correct numbers,
-and working scripts."""
+"""Every shipped example has a valid YAML, a layout that fits its model, correct numbers, working scripts."""
 
 import json
 import os
@@ -24,7 +23,6 @@ from toolkit.weights.options import SplitOptions
 
 STAGES = sorted((ROOT / "examples" / "pretrain").glob("*.yaml"))
 SCRIPTS = sorted((ROOT / "examples").glob("*.sh"))
-STARTED = ["convert_then_split.sh", "pretrain.sh", "evaluate.sh", "slurm.sh"]
 WITHOUT_EXAMPLES = {"Qwen3.6-27B", "Qwen3.6-35B-A3B"}
 """Models that have the sizes of Qwen3.5's, whose YAMLs are theirs too."""
 
@@ -51,10 +49,9 @@ def test_yaml_fits_the_released_model(example):
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl_32b", "qwen3_vl_235b_a22b"])
 def test_split_takes_the_layout_of_the_yaml(name):
-    """``convert_then_split.sh`` passes only the YAML to it."""
     path = str(ROOT / "examples" / f"{name}.yaml")
-    p = read_example(Path(path)).config.parallel
-    expected = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "layers": p.layers, "ep": p.ep, "etp": p.etp}
+    parallel = vars(read_example(Path(path)).config.parallel)
+    expected = {name: parallel[name] for name in ("tp", "pp", "vpp", "layers", "ep", "etp")}
     command = f"megatron-vl split --checkpoint full --config {path} --out shards"
     for more, changed in (("", {}), (" --parallel.tp 16", {"tp": 16})):
         _, options = megatron_vl_command(command + more)
@@ -69,6 +66,8 @@ def test_stated_numbers_are_the_estimate_of_plan(path):
     predicted = predict_layout(example.config, example.spec, example.world, layout, find_gpu(example.gpu))
     assert example.gpu in ("H200 (141 GB)", "RTX 4090 (24 GB)") and predicted.fits_memory
     assert example.gib == round(predicted.peak_gib)
+    if "24gb" in example.name:  # the driver, CUDA and a longer row than estimated may take a quarter
+        assert example.gib <= 0.75 * find_gpu(example.gpu).memory_gib
     assert example.hours == pytest.approx(1e9 / example.tokens_per_second / 3600, abs=0.06)
     if example.measured_per_gpu:
         assert example.tokens_per_second == pytest.approx(example.measured_per_gpu * example.world, rel=0.001)
@@ -85,25 +84,11 @@ def test_stages_of_pretraining_follow_each_other():
         merger, whole, long = (runs[f"{model}_{stage}"] for stage in ("1_merger", "2_all", "3_long"))
         assert merger.model.freeze_vision and merger.model.freeze_language and not merger.model.freeze_merger
         assert not any((whole.model.freeze_vision, whole.model.freeze_language, whole.model.freeze_merger))
-        assert not merger.model.checkpoint
-        assert (
-            whole.model.checkpoint == merger.checkpoint.dir and long.model.checkpoint == whole.checkpoint.dir
-        )
+        starts = [run.model.checkpoint for run in (merger, whole, long)]
+        assert starts == ["", merger.checkpoint.dir, whole.checkpoint.dir]
         assert len({run.checkpoint.dir for run in (merger, whole, long)}) == 3
         assert merger.data.path != whole.data.path != long.data.path
         assert merger.data.seq_len == whole.data.seq_len < long.data.seq_len
-
-
-def test_lora_of_the_3b_leaves_room_on_a_card_of_24_gb():
-    """A quarter of the card, which the driver, CUDA and a longer row than estimated may take."""
-    [path] = [path for path in EXAMPLES if path.stem == "qwen2_5_vl_3b_lora_24gb"]
-    example = read_example(path)
-    assert example.config.lora.rank and "3B" in example.config.model.hf
-    assert example.gib <= 0.75 * find_gpu(example.gpu).memory_gib
-    assert f"examples/{path.name}" in (ROOT / "docs" / "which-gpu.md").read_text()
-
-
-# --- The tables of docs/families ----------------------------------------------------------------------------
 
 
 def family_rows() -> dict[str, list[str]]:
@@ -128,31 +113,25 @@ def test_family_pages_say_what_the_yaml_says(example):
     assert not split or [int(number) for number in split[1].split(" + ")] == p.layers
 
 
-# --- The notebook -------------------------------------------------------------------------------------------
-
-
 def code_cells() -> list[str]:
-    """The code of its cells, with continued lines joined."""
     notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return [re.sub(r"\\\n\s*", "", cell) for cell in cells]
 
 
 def run_shell(line: re.Match[str]) -> str:
-    """A ``!command`` as IPython runs it, except that it may not fail."""
+    """A ``!command`` of IPython, which may not fail here."""
     return f"__import__('subprocess').run({line[1]!r}, shell=True, check=True)"
 
 
 def test_notebook_has_valid_commands_and_no_outputs():
-    text = (ROOT / "examples" / "first_run.ipynb").read_text()
     commands = [line for cell in code_cells() for line in cell.splitlines() if line.startswith("!")]
     assert [line.split()[1] for line in commands] == ["train", "export", "generate"]
-    training = trainer_config(commands[0][1:])
-    assert training is not None
-    validate_config(training[0], 1)
+    validate_config(trainer_config(commands[0][1:])[0], 1)
     for line in commands[1:]:
         megatron_vl_command(line[1:])
-    assert [cell["outputs"] for cell in json.loads(text)["cells"] if "outputs" in cell] == [[]] * 4
+    notebook = json.loads((ROOT / "examples" / "first_run.ipynb").read_text())
+    assert [cell["outputs"] for cell in notebook["cells"] if "outputs" in cell] == [[]] * 4
 
 
 @pytest.mark.full
@@ -166,12 +145,8 @@ def test_notebook_runs_and_ends_with_the_right_answer(tmp_path):
     assert done.stdout.strip().splitlines()[-1] == "A tabby cat that looks straight at you."
 
 
-# --- The scripts --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_and_have_valid_commands(script):
-    """Variables stand for themselves; what follows ``"$@"`` comes from the user."""
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert os.access(script, os.X_OK) and "set -euo pipefail" in script.read_text()
     for line in logical_lines(script.read_text()):
@@ -218,17 +193,15 @@ def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
 
 
 def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_path):
-    words = ["--parallel.tp", "3", "--parallel.pp", "2"]
-    words += ["--data.path", "synthetic:images", "--model.checkpoint", "random"]
-    words += ["--model.hf", str(HF_CONFIGS / "Qwen2-VL-7B-Instruct.json")]
-    done = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words, folder=tmp_path, GPUS="2")
+    words = f"--parallel.tp 3 --parallel.pp 2 --model.hf {HF_CONFIGS / 'Qwen2-VL-7B-Instruct.json'}"
+    words += " --data.path synthetic:images --model.checkpoint random"
+    done = run("pretrain.sh", "pretrain/qwen3_vl_8b_1_merger", *words.split(), folder=tmp_path, GPUS="2")
     assert done.returncode == 1 and "tp 3 x pp 2 = 6 ranks do not divide the world size 2" in done.stderr
-    # The name as it was once a folder, and more nodes without a meeting point.
     missing = run("pretrain.sh", "examples/qwen2_vl_7b", folder=tmp_path, GPUS="4", NNODES="2")
     assert missing.returncode == 2 and "--master-addr" in missing.stderr
 
 
-@pytest.mark.parametrize("script", STARTED[:3])
+@pytest.mark.parametrize("script", ["convert_then_split.sh", "pretrain.sh", "evaluate.sh"])
 def test_scripts_without_the_environment_say_what_to_do(script, tmp_path):
     for program in ("bash", "env", "dirname"):
         (tmp_path / program).symlink_to(str(shutil.which(program)))
@@ -239,7 +212,7 @@ def test_scripts_without_the_environment_say_what_to_do(script, tmp_path):
 
 
 def test_slurm_starts_one_task_a_node_with_the_yaml(tmp_path):
-    """``srun`` records its arguments; megatron-vl's part is tested where it reads Slurm's environment."""
+    """``srun`` records its arguments."""
     (tmp_path / "srun").write_text(f'#!{shutil.which("bash")}\nprintf "%s\\n" "$@" > {tmp_path}/given\n')
     (tmp_path / "srun").chmod(0o755)
     shutil.copy(ROOT / "examples" / "slurm.sh", tmp_path / "spooled.sh")  # Slurm runs a copy

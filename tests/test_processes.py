@@ -6,10 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from megatron_vl import launch
+from megatron_vl.parallel import heartbeat
+from megatron_vl.system import host_memory
 from megatron_vl.system.processes import kill_process_tree, list_children
 from tests.support.ranks import python_path
 
@@ -29,8 +33,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def test_living_children_with_their_words(tmp_path: Path) -> None:
-    # The kernel puts the program's name in parentheses into the line of numbers: one that looks like its end
-    # is no harm.
+    # The kernel puts the program's name in parentheses into the line of numbers; this looks like its end.
     program = tmp_path / "a) R 1 (b"
     program.symlink_to("/bin/sleep")
     running = subprocess.Popen([program, "60"])
@@ -59,7 +62,6 @@ print("saw one die", flush=True)
 
 
 def test_tree_is_killed_from_the_top_also_below_a_session_of_its_own() -> None:
-    """A launcher could start the next one, or end as if all were well."""
     root = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, text=True)
     assert root.stdout is not None
     with root.stdout:
@@ -73,43 +75,34 @@ def test_tree_is_killed_from_the_top_also_below_a_session_of_its_own() -> None:
     kill_process_tree(root.pid)  # what has ended already is no error
 
 
+STOPS_ONE = """
+import signal, subprocess, threading, time
+from megatron_vl.launch import kill_stopped_ranks
+stopped, running = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+stopped.send_signal(signal.SIGSTOP)
+threading.Thread(target=kill_stopped_ranks, args=(0.5, 0.1), daemon=True).start()
+start = time.monotonic()
+print(stopped.wait(30), time.monotonic() - start > 0.5, running.poll())
+running.kill()
+"""
+
+
 def test_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
     """In a process of its own, because it looks at all children."""
-    program = (
-        "import signal, subprocess, threading, time\n"
-        "from megatron_vl.launch import kill_stopped_ranks\n"
-        "stopped, running = (subprocess.Popen(['sleep', '60']) for _ in range(2))\n"
-        "stopped.send_signal(signal.SIGSTOP)\n"
-        "threading.Thread(target=kill_stopped_ranks, args=(0.5, 0.1), daemon=True).start()\n"
-        "start = time.monotonic()\n"
-        "print(stopped.wait(30), time.monotonic() - start > 0.5, running.poll())\n"
-        "running.kill()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", STOPS_ONE], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["-9", "True", "None"], done.stderr
     assert "was stopped for 0 s and is killed" in done.stderr
 
 
 def test_memory_and_own_process_are_known_without_proc(monkeypatch):
-    from megatron_vl import launch
-    from megatron_vl.parallel import heartbeat
-    from megatron_vl.system import host_memory
-
-    def fails(*_):
-        raise FileNotFoundError("/proc/meminfo")
-
-    def not_found(*_):
-        raise psutil.NoSuchProcess(1)
-
-    monkeypatch.setattr(psutil, "virtual_memory", fails)
-    monkeypatch.setattr(psutil, "Process", not_found)
+    monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=FileNotFoundError("/proc/meminfo")))
+    monkeypatch.setattr(psutil, "Process", Mock(side_effect=psutil.NoSuchProcess(1)))
     assert host_memory.available_bytes() > 0 and host_memory.memory_limits_text()
     assert heartbeat.own_process().pid == os.getpid() and not heartbeat.own_process().is_local()
     assert launch._find_rank_pids() == [] and not launch._is_stopped_process(1)
 
 
 def test_closed_stderr_is_no_bug(tmp_path):
-    """Its number must not go to a file, and nothing may write to None."""
     words = [sys.executable, "-m", "toolkit", "data", "convert", "--input", str(tmp_path / "none.jsonl")]
     words += ["--out", str(tmp_path / "out")]
     ended = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", *words], capture_output=True)
@@ -143,7 +136,6 @@ except DistError:
     [({}, False), pytest.param({"TORCH_CPP_LOG_LEVEL": "WARNING"}, True, marks=pytest.mark.full)],
 )
 def test_killed_launcher_leaves_no_frames_of_torch(level: dict[str, str], has_frames: bool) -> None:
-    """Unless the user has asked for them."""
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
     environment |= {"PYTHONPATH": python_path(), **level}
     words = [sys.executable, "-c", LOSES_ITS_LAUNCHER]

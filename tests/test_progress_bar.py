@@ -4,7 +4,9 @@ import io
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,23 +14,20 @@ from megatron_vl.system import progress_bar
 from megatron_vl.training.hooks import ShowProgress
 
 
-class Stream(io.StringIO):
-    def __init__(self, is_terminal: bool) -> None:
-        super().__init__()
-        self.is_terminal = is_terminal
-
-    def isatty(self) -> bool:
-        return self.is_terminal
+def replace_stderr(monkeypatch: Any, is_terminal: bool, clock: Callable[[], float]) -> io.StringIO:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress_bar.time, "monotonic", clock)
+    monkeypatch.setattr("rich.console.monotonic", clock)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    return stream
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_share_rate_and_time_left_are_shown(monkeypatch, is_terminal):
-    stream = Stream(is_terminal)
-    monkeypatch.setattr(sys, "stderr", stream)
-    clock = itertools.count(0, 3)  # three seconds a look
-    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
+    stream = replace_stderr(monkeypatch, is_terminal, itertools.count(0.0, 3.0).__next__)
     with progress_bar.progress(4_000_000, "bytes", "converting") as advance:
         for number in range(4):
             advance(1_000_000, f"{number} records")
@@ -43,13 +42,7 @@ def test_share_rate_and_time_left_are_shown(monkeypatch, is_terminal):
 
 def test_bar_of_a_run_shows_slow_steps_and_the_time_left(monkeypatch):
     """A step takes three minutes, and the run has done 90 of 100 before this start."""
-    stream = Stream(is_terminal=True)
-    monkeypatch.setattr(sys, "stderr", stream)
-    clock = itertools.count(0, 90)
-    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr("rich.console.monotonic", lambda: float(next(clock)))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
+    stream = replace_stderr(monkeypatch, True, itertools.count(0.0, 90.0).__next__)
     with progress_bar.progress(100, "steps", "training", done=90) as advance:
         for _ in range(4):
             advance(1)
@@ -64,10 +57,8 @@ def test_bar_of_a_run_shows_slow_steps_and_the_time_left(monkeypatch):
 
 def test_a_log_of_a_run_has_the_time_left_once_a_minute(monkeypatch):
     """Steps of 25 s: the first line follows the third step, and each of the next two the third after it."""
-    stream, seconds = Stream(is_terminal=False), [0.0]
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: seconds[0])
-    monkeypatch.setattr("rich.console.monotonic", lambda: seconds[0])
+    seconds = [0.0]
+    stream = replace_stderr(monkeypatch, False, lambda: seconds[0])
     hook = ShowProgress()
     hook.begin(SimpleNamespace(step=0, last_step=10))
     for _ in range(9):

@@ -47,7 +47,6 @@ Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def declared(wheel_requirements: list[str]) -> set[str]:
-    """Distributions that the wheel without extras requires, directly or indirectly."""
     found: set[tuple[str, str]] = set()
     pending = [(text, "") for text in wheel_requirements]
     while pending:
@@ -84,11 +83,7 @@ def installed(tmp_path_factory) -> Path:
     venv = work / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=300)
     pip("--python", venv / "bin" / "python", "install", "--no-deps", "--no-index", *work.glob("*.whl"))
-    _add_declared_packages(venv)
-    return venv
 
-
-def _add_declared_packages(venv: Path) -> None:
     (site,) = (venv / "lib").glob("*/site-packages")
     (own,) = site.glob("megatron_vl-*.dist-info")
     allowed = declared(metadata.PathDistribution(own).requires or []) | {"megatron-vl"}
@@ -102,6 +97,7 @@ def _add_declared_packages(venv: Path) -> None:
     facts = f"ALLOWED = {sorted(allowed)!r}\nBLOCKED = {sorted(blocked)!r}\nSHARED = {shared!r}"
     (site / "only_declared.py").write_text(f"{facts}\n{ONLY_DECLARED}")
     (site / "zz_shared.pth").write_text(f"{shared}\nimport only_declared\n")
+    return venv
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +108,7 @@ def program(installed, tmp_path_factory) -> Program:
 
     def run(line: str, code: int = 0, python: str = "") -> subprocess.CompletedProcess[str]:
         name = "python" if python else "megatron-vl"
-        options = ["-c", python] if python else line.split()
-        command = [str(installed / "bin" / name), *options]
+        command = [str(installed / "bin" / name), *(["-c", python] if python else line.split())]
         done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=600)
         assert done.returncode == code, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
         return done
@@ -131,11 +126,8 @@ def test_wheel_is_one_package_whose_commands_explain_themselves(program, install
         assert "--help" in program(f"{name} --help").stdout
     where = program("", python="import megatron_vl; print(megatron_vl.__file__)").stdout
     assert where.startswith(str(installed))
-    lines = program("--version").stdout.splitlines()
-    assert (
-        lines[0] == f"megatron-vl {megatron_vl.__version__}"
-        and lines[3] == "transformer-engine not installed"
-    )
+    first, *_, last = program("--version").stdout.splitlines()
+    assert (first, last) == (f"megatron-vl {megatron_vl.__version__}", "transformer-engine not installed")
 
 
 @pytest.mark.full
@@ -162,8 +154,6 @@ Path("photos.tsv").write_text("index\\tquestion\\n1\\tWho?\\n")
 @pytest.mark.full
 @pytest.mark.ranks
 def test_commands_of_the_wheel_run_without_extras_or_name_the_one_that_they_need(program):
-    """Runs conversion there and back, data, a training, its checkpoint, an answer and parity,
-    with drawn images."""
     program("", python=TINY)
     program("convert --hf hf --out full")
     program("split --checkpoint full --parallel.tp 2 --out shards")
@@ -172,9 +162,8 @@ def test_commands_of_the_wheel_run_without_extras_or_name_the_one_that_they_need
     assert "identical" in program("verify hf back").stdout
     program("data convert --input raw/conversations.json --media-root raw/media --out data --val-fraction 0")
 
-    run = "--model.hf hf --model.checkpoint shards --data.path data --data.seq_len 512 --steps 1"
-    run += " --global_batch_size 2"
-    run += " --dtype float32 --platform cpu --checkpoint.dir run --data.num_workers 0"
+    run = "--model.hf hf --model.checkpoint shards --data.path data --data.seq_len 512 --checkpoint.dir run"
+    run += " --steps 1 --global_batch_size 2 --dtype float32 --platform cpu --data.num_workers 0"
     assert "1 micro-batch on each" in program(f"train --dry-run --nproc-per-node 2 {run}").stdout
     program(f"train --nproc-per-node 1 {run}")
     program("checkpoint show run")
@@ -185,6 +174,5 @@ def test_commands_of_the_wheel_run_without_extras_or_name_the_one_that_they_need
     program("doctor --json", code=1 if shutil.disk_usage("/").free < 2**30 else 0)
     shape = "--data.seq_len 512 --global_batch_size 1 --dtype float32 --data.path synthetic:images"
     program(f"bench --model.hf hf --nproc-per-node 1 --timed 1 {shape}")
-    compared = "evaluate --original hf --converted back --out out --data photos.tsv"
-    refused = program(compared, code=2)
+    refused = program("evaluate --original hf --converted back --out out --data photos.tsv", code=2)
     assert re.search(r"pip install .*eval", refused.stderr), refused.stderr

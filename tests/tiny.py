@@ -3,13 +3,17 @@
 import atexit
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
 from toolkit.common.tiny_checkpoint import TINY_FAMILIES, TinySizes, write_tiny_checkpoint
 
-__all__ = ["TINY_FAMILIES", "TinySizes", "tiny_checkpoint", "write_tiny_checkpoint"]
+__all__ = ["TINY_FAMILIES", "TinySizes", "replace_tensor", "tiny_checkpoint", "write_tiny_checkpoint"]
 
 
 @cache
@@ -26,3 +30,11 @@ def tiny_checkpoint(family: str = "qwen2_5_vl", **options: Any) -> Path:
     return write_tiny_checkpoint(
         _root() / f"{family}_{tiny_checkpoint.cache_info().currsize}", family, **options
     )
+
+
+def replace_tensor(folder: Path, name: str, change: Callable[[Tensor], Tensor]) -> Path:
+    """Changes one tensor of a folder's safetensors files."""
+    file = next(file for file in folder.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(file)
+    save_file(tensors | {name: change(tensors[name])}, file, metadata={"format": "pt"})
+    return folder

@@ -30,8 +30,6 @@ from megatron_vl.spec.lora import saved_modules, trains_own_matrices
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes of the activations of one micro-batch."""
-
     kept_bytes: float = 0.0
     """Bytes that are kept until the backward pass of the micro-batch."""
     transient_bytes: float = 0.0
@@ -42,8 +40,6 @@ class ActivationBytes:
 
 @dataclass(frozen=True)
 class ActivationEstimator:
-    """Computes the bytes of the activations of one micro-batch on one rank."""
-
     config: TrainConfig
     """In a run with LoRA, the parts without adapters are frozen."""
     spec: ModelSpec
@@ -85,7 +81,6 @@ class ActivationEstimator:
         return self.layout.tp if self.config.parallel.sequence_parallel else 1
 
     def chunk_bytes(self, pipeline_stage: int, chunk_index: int) -> ActivationBytes:
-        """The activations of one chunk of the language model for one micro-batch."""
         layout, language_spec = self.layout, self.spec.language
         is_first_chunk = pipeline_stage + chunk_index == 0
         is_last_chunk = pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1

@@ -104,7 +104,6 @@ def needed_flops(
     sizes: RowSizes,
     mtp: MtpConfig = MtpConfig(),  # noqa: B008 (frozen)
 ) -> RowFlops:
-    """FLOPs of the forward and backward pass of a row, by part."""
     counts = _counted_products(spec, model_config, lora)
     by_kind = {kind: _layer_flops(spec.language, kind, sizes) for kind in set(counts.layers)}
     trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
@@ -328,16 +327,14 @@ def repeated_flops(
     if "vision" in trained_parts(spec, lora, model_config):
         blocks, rest = tower_forward_flops(spec.vision, sizes)
         tower = blocks * (recompute_config.vision == "full") + (blocks + rest) * is_decoupled
-    mtp = 0.0
-    if spec.language.has_mtp:
-        mtp = sum(_repeated_layer(spec.language, _mtp_kind(spec.language), modules, set(), sizes))
+    language, has_mtp = spec.language, spec.language.has_mtp
+    mtp = sum(_repeated_layer(language, _mtp_kind(language), modules, set(), sizes)) if has_mtp else 0.0
     return RowFlops(tuple(by_kind[kind] for kind in kinds), mtp, tower)
 
 
 def _repeated_layer(
     language_spec: LanguageSpec, kind: LayerKind, modules: set[str], kept: set[str], sizes: RowSizes
 ) -> LayerFlops:
-    """``kept``: what ``recompute.keep`` lists."""
     repeated = {"dense": 0.0, "experts": 0.0}
     adapter_weights = {adapter.matrix_name: sum(adapter.factor_elements) for adapter in kind.adapters}
     known = {EXPERTS + "linear_fc1"} if "experts" in kept else set()
@@ -404,7 +401,6 @@ def layer_weights(language_spec: LanguageSpec, kind: LayerKind) -> dict[str, int
 
 
 def block_weights(vision_spec: VisionSpec) -> dict[str, int]:
-    """Weights of a layer of the tower, by matrix in the order of the forward pass."""
     hidden_size, ffn_width = vision_spec.hidden_size, vision_spec.ffn_hidden_size
     return {
         "self_attention.linear_qkv": 3 * hidden_size**2,

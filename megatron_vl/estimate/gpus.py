@@ -32,8 +32,6 @@ class Efficiencies:
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the estimate knows of a kind of GPU."""
-
     name: str
     marketed_gb: int
     """Memory by its vendor's name."""
@@ -55,7 +53,6 @@ class Gpu:
 
     @property
     def label(self) -> str:
-        """Its name and memory: ``H200 (141 GB)``."""
         return f"{self.name} ({self.marketed_gb} GB)"
 
 
@@ -66,7 +63,6 @@ def reserve_gib(gpu_gib: float) -> float:
 
 @functools.cache
 def known_gpus() -> dict[str, Gpu]:
-    """The GPUs of ``gpus.json``, by name, from the smallest memory to the largest."""
     table = json.loads((Path(__file__).parent / "gpus.json").read_text())
     return {
         name: Gpu(
@@ -112,7 +108,6 @@ class GpuInfo:
 
 
 def query_gpus() -> list[GpuInfo]:
-    """The GPUs of this machine; empty without a driver."""
     fields = "index,name,memory.total,memory.used,driver_version"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
@@ -124,12 +119,12 @@ def query_gpus() -> list[GpuInfo]:
 
 def parse_nvidia_smi(csv_text: str) -> list[GpuInfo]:
     """Parses ``nvidia-smi``'s table. Other lines, such as a text about a GPU that has failed, are skipped."""
-    parsed_gpus = []
-    for line in csv_text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 5 and fields[0].isdigit() and fields[2].isdigit() and fields[3].isdigit():
-            parsed_gpus.append(GpuInfo(int(fields[0]), fields[1], int(fields[2]), int(fields[3]), fields[4]))
-    return parsed_gpus
+    rows = ([field.strip() for field in line.split(",")] for line in csv_text.splitlines())
+    return [
+        GpuInfo(int(row[0]), row[1], int(row[2]), int(row[3]), row[4])
+        for row in rows
+        if len(row) == 5 and row[0].isdigit() and row[2].isdigit() and row[3].isdigit()
+    ]
 
 
 @functools.cache

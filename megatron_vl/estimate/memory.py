@@ -72,7 +72,6 @@ class StageMemory:
         return (self.host_bytes + self.host_input_bytes) / GIB
 
     def as_json(self) -> dict[str, float | int]:
-        """GiB by part."""
         return {
             "stage": self.pipeline_stage,
             "in_flight": self.micro_batches_in_flight,
@@ -112,7 +111,6 @@ def stage_memories(
 
 
 def peak_stage_gib(stages: Iterable[StageMemory]) -> float:
-    """The estimate for the fullest stage in GiB."""
     return max(stage.total_bytes for stage in stages) / GIB
 
 

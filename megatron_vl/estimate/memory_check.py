@@ -16,7 +16,6 @@ FRACTION_STEPS = 20  # the offloaded shares that are tried are multiples of 1 / 
 
 
 def with_offload_fraction(config: TrainConfig, offload_fraction: float) -> TrainConfig:
-    """The same run with another ``optimizer.offload_fraction``."""
     optimizer = dataclasses.replace(config.optimizer, offload_fraction=offload_fraction)
     return dataclasses.replace(config, optimizer=optimizer)
 
@@ -43,9 +42,8 @@ def largest_offload_fraction(
     stages = [*stage_memories(with_offload_fraction(config, 1.0), spec, layout, dp)]
     full_offload_gib = max(stage.host_bytes for stage in stages) / GIB
     free_gib = max(0.0, host_gib - max(stage.host_input_bytes for stage in stages) / GIB)
-    if full_offload_gib <= free_gib:
-        return 1.0
-    return math.floor(FRACTION_STEPS * free_gib / full_offload_gib) / FRACTION_STEPS
+    is_enough = full_offload_gib <= free_gib
+    return 1.0 if is_enough else math.floor(FRACTION_STEPS * free_gib / full_offload_gib) / FRACTION_STEPS
 
 
 def resolve_offload_fraction(

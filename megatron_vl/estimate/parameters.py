@@ -43,8 +43,6 @@ class MatrixAdapter:
 
 
 class LayerKind(NamedTuple):
-    """What tells the decoder layers of one kind from others."""
-
     has_experts: bool
     has_linear_attention: bool
     adapters: tuple[MatrixAdapter, ...] = ()
@@ -52,29 +50,29 @@ class LayerKind(NamedTuple):
 
 @functools.cache
 def layer_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[LayerKind, ...]:
-    """The kind of each decoder layer."""
-    language, adapters_by_module, kinds = spec.language, _adapters_by_module(spec, lora), []
-    for layer in range(language.num_layers):
-        adapters = adapters_by_module.get(f"language_model.decoder.layers.{layer}", ())
-        kinds.append(LayerKind(language.has_experts(layer), language.has_linear_attention(layer), adapters))
-    return tuple(kinds)
+    language, adapters = spec.language, _adapters_by_module(spec, lora)
+    return tuple(
+        LayerKind(
+            language.has_experts(layer),
+            language.has_linear_attention(layer),
+            adapters.get(f"language_model.decoder.layers.{layer}", ()),
+        )
+        for layer in range(language.num_layers)
+    )
 
 
 class BlockKind(NamedTuple):
-    """What tells the layers of the vision tower of one kind from others."""
-
     has_full_attention: bool
     adapters: tuple[MatrixAdapter, ...]
 
 
 @functools.cache
 def block_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[BlockKind, ...]:
-    """The kind of each layer of the vision tower."""
-    adapters_by_module, kinds = _adapters_by_module(spec, lora), []
-    for layer in range(spec.vision.num_layers):
-        adapters = adapters_by_module.get(f"vision_model.decoder.layers.{layer}", ())
-        kinds.append(BlockKind(spec.vision.is_full_attention(layer), adapters))
-    return tuple(kinds)
+    vision, adapters = spec.vision, _adapters_by_module(spec, lora)
+    return tuple(
+        BlockKind(vision.is_full_attention(layer), adapters.get(f"vision_model.decoder.layers.{layer}", ()))
+        for layer in range(vision.num_layers)
+    )
 
 
 @functools.cache
@@ -112,8 +110,6 @@ def _describe_adapter(spec: ModelSpec, adapter: FusedLora, matrix_name: str) -> 
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of parameters on one GPU."""
-
     parameter_count: float
     trained_count: float
     owned_count: float
@@ -129,7 +125,6 @@ def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
 
 
 def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> list[ParameterCounts]:
-    """The parameters of one GPU of each pipeline stage."""
     return _stage_parameters(
         spec, layout, dp, config.parallel.distributed_optimizer, config.lora, config.model
     )
@@ -222,7 +217,6 @@ def checkpoint_bytes(config: TrainConfig, spec: ModelSpec) -> int:
 
 
 def bytes_per_element(config: TrainConfig) -> int:
-    """Bytes of an element of the model's weights and activations."""
     return 2 if config.dtype != "float32" else 4
 
 

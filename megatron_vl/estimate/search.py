@@ -45,8 +45,6 @@ OFFLOAD_SHARES = 0.0, 0.5, 1.0
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """The run whose layout is searched, and the GPUs."""
-
     config: TrainConfig
     spec: ModelSpec
     world_size: int
@@ -56,7 +54,6 @@ class SearchRequest:
     result_count: int = 8
 
     def fits(self, prediction: RunPrediction) -> bool:
-        """Whether a run fits both the GPUs and the host memory."""
         return prediction.fits_memory and prediction.host_gib <= self.host_gib
 
     @functools.cached_property
@@ -98,7 +95,7 @@ def search_layouts(request: SearchRequest) -> list[RunPrediction]:
 
 
 def smallest_layout(request: SearchRequest) -> RunPrediction:
-    """The layout that needs least memory. It raises the error of :func:`search_layouts`."""
+    """The one that needs least memory. It raises the error of :func:`search_layouts`."""
     smallest = (_smallest_variant(request, group) for group in _size_groups(request))
     return min(smallest, key=lambda prediction: prediction.peak_gib)
 

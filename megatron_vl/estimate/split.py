@@ -41,7 +41,6 @@ def run_layout(
 
 
 def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
-    """The run with the layout's split in ``parallel.layers``."""
     layers = list(layout.layers_per_chunk) if layout.pp > 1 else None
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
 
@@ -65,7 +64,6 @@ def planned_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
 
 
 def balanced_layout(layout: Layout, flops: RowFlops) -> Layout:
-    """The layout with about equal FLOPs on its stages."""
     tower_flops = 0.0 if layout.decoupled else flops.tower
     layers = balance_layers(flops.layer_totals, tower_flops, flops.output, layout.pp, layout.vpp)
     return dataclasses.replace(layout, layers_per_chunk=layers)

@@ -34,7 +34,6 @@ GPUS_PER_NODE = 8
 
 @functools.lru_cache(maxsize=256)
 def _layer_computation(flops: RowFlops, efficiencies: Efficiencies) -> list[float]:
-    """FLOPs of each decoder layer over the shares of the peak that they reach."""
     return [
         layer.dense / efficiencies.decoder
         + layer.experts / efficiencies.experts
@@ -45,8 +44,6 @@ def _layer_computation(flops: RowFlops, efficiencies: Efficiencies) -> list[floa
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """The time and memory that are predicted for a run under a layout."""
-
     config: TrainConfig
     spec: ModelSpec
     layout: Layout
@@ -85,9 +82,8 @@ class RunPrediction:
     @cached_property
     def decoupled_seconds(self) -> float:
         """Seconds in which all ranks run the tower, before and after the pipeline."""
-        if not self.layout.decoupled:
-            return 0.0
-        return self.micro_batches * self._part_seconds[2] / self.layout.replica_ranks
+        tower_seconds = self._part_seconds[2] if self.layout.decoupled else 0.0
+        return self.micro_batches * tower_seconds / self.layout.replica_ranks
 
     @cached_property
     def _part_seconds(self) -> tuple[list[float], float, float]:
@@ -169,12 +165,12 @@ class RunPrediction:
         if not (offload_share := offloaded_fraction(self.config)):
             return 0.0
         _, state_bytes = optimizer_state_bytes(self.config)
-        longest_seconds = 0.0
         counts_by_stage = stage_parameters(self.config, self.spec, self.layout, self.dp)
-        for counts, row_seconds in zip(counts_by_stage, self.stage_seconds, strict=True):
-            copy_seconds = state_bytes * counts.owned_count * offload_share / (1e9 * self.gpu.host_gb_s)
-            longest_seconds = max(longest_seconds, copy_seconds - row_seconds / 3)
-        return longest_seconds
+        stages, bandwidth = zip(counts_by_stage, self.stage_seconds, strict=True), 1e9 * self.gpu.host_gb_s
+        return max(
+            max(0.0, state_bytes * counts.owned_count * offload_share / bandwidth - row_seconds / 3)
+            for counts, row_seconds in stages
+        )
 
     # --- Memory and results ---------------------------------------------------------------------------------
 
@@ -194,7 +190,6 @@ class RunPrediction:
 
     @property
     def fits_memory(self) -> bool:
-        """Whether the fullest stage leaves :func:`reserve_gib` free."""
         return self.first_stages_fit(None)
 
     def first_stages_fit(self, stage_count: int | None) -> bool:

@@ -1,8 +1,7 @@
 """Compares our FLOP counts with torch's counter over the Hugging Face model and over our own modules.
 
-Both sides compute whole squares for causal attention (eager in ``transformers``, the plain implementation
-of SDPA in our modules), and our modules the padded columns of the vision FFN; what our counts leave out
-is added here.
+Both sides compute whole squares for causal attention, and our modules the padded columns of the vision FFN;
+what our counts leave out is added here.
 """
 
 import dataclasses
@@ -23,13 +22,7 @@ from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConf
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
-from megatron_vl.estimate.flops import (
-    RowFlops,
-    _counted_products,
-    needed_flops,
-    repeated_flops,
-    row_sizes,
-)
+from megatron_vl.estimate.flops import RowFlops, _counted_products, needed_flops, repeated_flops, row_sizes
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.lora import fused_lora, saved_modules
 from megatron_vl.training.step import run_schedule
@@ -39,7 +32,7 @@ from tests.support.tiny_trainer import tiny_trainer
 from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs
 
-NO_LORA = LoraConfig()
+TRAINED, NO_LORA = ModelConfig(), LoraConfig()
 HYBRID = ["qwen3_5", "qwen3_5_moe"]
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *HYBRID]
 TYPICAL = {"qwen3_vl_moe", "qwen3_5"}
@@ -73,22 +66,16 @@ def lengths(samples: list[TokenizedSample], spec: ModelSpec) -> tuple[list[int],
 
 
 def step_flops(
-    spec: ModelSpec,
-    where: tuple,
-    loss_tokens: int,
-    model: ModelConfig | None = None,
-    lora: LoraConfig = NO_LORA,
+    spec: ModelSpec, where: tuple, loss_tokens: int, model: ModelConfig = TRAINED, lora: LoraConfig = NO_LORA
 ) -> float:
-    """FLOPs of both passes of a row with :func:`lengths` ``where``."""
-    return needed_flops(spec, model or ModelConfig(), lora, row_sizes(*where, loss_tokens)).total
+    return needed_flops(spec, model, lora, row_sizes(*where, loss_tokens)).total
 
 
 def again_flops(spec: ModelSpec, recompute: RecomputeConfig, where: tuple) -> RowFlops:
-    return repeated_flops(spec, ModelConfig(), NO_LORA, recompute, row_sizes(*where, 0))
+    return repeated_flops(spec, TRAINED, NO_LORA, recompute, row_sizes(*where, 0))
 
 
 def forward_flops(spec: ModelSpec, documents: list[int], head_tokens: int) -> float:
-    """Forward FLOPs of the language model."""
     layers = again_flops(spec, RecomputeConfig(language="full"), (documents, [], [])).language
     layers += unread_flops(spec, documents)
     return layers + 2.0 * spec.language.hidden_size * spec.language.vocab_size * head_tokens
@@ -104,7 +91,7 @@ def unread_flops(spec: ModelSpec, documents: list[int]) -> float:
 
 
 def attention_flops(spec: ModelSpec, documents: list[int], *, linear: bool = False) -> list[float]:
-    """Forward FLOPs of softmax attention (or of the delta rule) in each layer, 0 in those without it."""
+    """Forward FLOPs of softmax attention (or of the delta rule) in each layer."""
     again = RecomputeConfig(language="selective", language_modules=["core_attn"])
     layers = again_flops(spec, again, (documents, [], [])).layers
     return [layer.delta_rule if linear else layer.dense for layer in layers]
@@ -123,17 +110,15 @@ def counted_step(model: torch.nn.Module, sample: TokenizedSample, spec: ModelSpe
 
 
 def rotary(spec: ModelSpec, tokens: int) -> float:
-    """transformers before 5.24 computes rotary angles as a matrix product with inner dimension 1, which we
-    do not count."""
-    if Version(transformers.__version__) >= Version("5.24"):
-        return 0.0
-    return 2 * 3 * tokens * spec.language.rotary_dim / 2
+    """transformers before 5.24 computes rotary angles as a matrix product, which we do not count."""
+    is_product = Version(transformers.__version__) < Version("5.24")
+    return is_product * 2 * 3 * tokens * spec.language.rotary_dim / 2
 
 
 @pytest.fixture
 def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the delta rule and its convolution in transformers, which computes chunks and a padded
-    convolution, by something without products; gradients pass through all that is given."""
+    """Replaces transformers' delta rule (in chunks) and convolution (padded) by something without products;
+    gradients pass through all that is given."""
 
     def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g, beta, **_):
         # transformers 5.24 repeats the key heads in the rule, earlier versions before it.
@@ -148,23 +133,18 @@ def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_families(cases: Iterable[str], usual: str, typical: set[str]) -> list[Any]:
     """Each case with each family. Of those that are not typical, ``make test`` runs the usual case alone."""
-    found = []
-    for case, family in itertools.product(cases, FAMILIES):
-        mark = pytest.mark.slow if family in typical else pytest.mark.full
-        found.append(pytest.param(case, family, marks=[mark] * (case != usual)))
-    return found
+    marks = {family: pytest.mark.slow if family in typical else pytest.mark.full for family in FAMILIES}
+    pairs = itertools.product(cases, FAMILIES)
+    return [pytest.param(case, family, marks=[marks[family]] * (case != usual)) for case, family in pairs]
 
 
 @pytest.mark.parametrize(("frozen", "family"), with_families(FREEZE, "nothing", {"qwen3_vl_moe"}))
 def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family: str, frozen: str) -> None:
-    """Forward and backward with each part frozen alone: frozen weights get no gradients, and needless ones
-    are left out."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm, freeze = read_spec(hf), read_pixel_norm(hf), ModelConfig(**FREEZE[frozen])
     model, sample = load(hf), make_sample("mixed", spec, 0)
     for name, parameter in model.named_parameters():
-        part = "vision" if ".visual." in name else "language"
-        part = "merger" if ".merger" in name or "deepstack_merger" in name else part
+        part = "merger" if "merger" in name else "vision" if ".visual." in name else "language"
         parameter.requires_grad_(not getattr(freeze, f"freeze_{part}"))
     counted = counted_step(model, sample, spec, norm)
     model.requires_grad_(True).zero_grad()
@@ -180,20 +160,18 @@ LORA_TARGETS = {
     "merger": ["merger"],
     "later layers": [r".*language_model.*\.(1|3)\..*(o_proj|out_proj)"],
     "second block": [r".*visual\.blocks\.1\..*attn\.qkv", "merger"],
-    "beside a trained merger": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
-    "beside trained norms": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
-    "beside trained ends": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
 }
 WHOLE_MODULES = {
     "beside a trained merger": ["visual.merger"],
     "beside trained norms": ["layers.1.post_attention_layernorm", "blocks.1.norm2"],
     "beside trained ends": ["patch_embed", "embed_tokens", "lm_head"],
 }
+LORA_TARGETS |= dict.fromkeys(WHOLE_MODULES, [r".*language_model.*\.3\..*(o_proj|out_proj)"])
 
 
 @pytest.mark.parametrize(("targets", "family"), with_families(LORA_TARGETS, "all", TYPICAL))
 def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family: str, targets: str) -> None:
-    """Forward and backward of PEFT's model with the same adapters, of which two have ranks of their own."""
+    """As of PEFT's model with the same adapters, of which two have ranks of their own."""
     import peft
 
     hf = tiny_checkpoint(family, dtype=torch.float32)
@@ -215,7 +193,7 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
     ours = step_flops(spec, where, len(loss_tokens_of(sample)), lora=lora)
     # transformers computes the other half of the squares, and no delta rule.
     softmax, delta_rule = (attention_flops(spec, where[0], linear=linear) for linear in (False, True))
-    layers = _counted_products(spec, ModelConfig(), lora).layers
+    layers = _counted_products(spec, TRAINED, lora).layers
     for layer, squares, rule in zip(layers, softmax, delta_rule, strict=True):
         ours += layer.attention_count * (squares - rule)
     assert counted - ours == rotary(spec, len(sample))
@@ -239,10 +217,7 @@ def counted_flops(hf: str, runs: list[tuple[dict[str, Any], dict[str, Any]]]) ->
 
 @pytest.mark.ranks
 def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
-    """What Megatron-core runs again under each kind of recomputation, and what its modules run at all.
-
-    The output layer runs for the loss tokens and those that fill up their number.
-    """
+    """The output layer runs for the loss tokens and those that fill up their number."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     kinds = [
         RecomputeConfig(),
@@ -270,7 +245,6 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
 
 @pytest.mark.ranks
 def test_multi_token_prediction_equals_counted(tiny_checkpoint) -> None:
-    """What a step and full recomputation run more with the layer than without it."""
     hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32)
     full, head, whole = {"language": "full"}, MtpConfig(loss=0.1), MtpConfig(loss=0.1, trains="all")
     runs = [({}, {}), (full, {}), ({}, vars(head)), ({}, vars(whole)), (full, vars(whole))]
@@ -282,9 +256,9 @@ def test_multi_token_prediction_equals_counted(tiny_checkpoint) -> None:
     # The last token of a row is listed too.
     sizes = row_sizes(*where, LOSS_INDEX_MULTIPLE + 1)
     squares = max(attention_flops(spec, where[0]))
-    without = needed_flops(spec, ModelConfig(), NO_LORA, sizes).total
+    without = needed_flops(spec, TRAINED, NO_LORA, sizes).total
     for mtp, count in zip((head, whole), with_layer, strict=True):
-        ours = needed_flops(with_mtp, ModelConfig(), NO_LORA, sizes, mtp).total
+        ours = needed_flops(with_mtp, TRAINED, NO_LORA, sizes, mtp).total
         assert count - none == ours - without + 3 * squares
     recompute = RecomputeConfig(**full)
     again = again_flops(with_mtp, recompute, where).total - again_flops(spec, recompute, where).total
@@ -295,7 +269,7 @@ def test_multi_token_prediction_equals_counted(tiny_checkpoint) -> None:
 
 @pytest.mark.parametrize("family", HYBRID)
 def test_delta_rule_has_the_flops_of_the_recurrence(tiny_checkpoint, family: str) -> None:
-    """Torch's count for one token as matrix products: S^T k, k d^T and S^T q of each value head."""
+    """As matrix products: S^T k, k d^T and S^T q of each value head."""
     spec = read_spec(tiny_checkpoint(family))
     m, a = spec.language, spec.language.linear_attention
     assert a is not None

@@ -13,14 +13,13 @@ from megatron_vl.estimate.parameters import count_parameters, stage_parameters
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from tests.examples import ROOT, read_example
+from tests.examples import HF_CONFIGS, ROOT, read_example
 from tests.support.dry_build import dry_build
 from tests.support.planned import predict_run
 from tests.support.ranks import in_ranks
 
-CONFIGS = Path(__file__).parents[1] / "hf_configs"
 PAGE = ROOT / "docs" / "lora.md"
-B7, B9, A35, TIED = "Qwen2.5-VL-7B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B", "Qwen3-VL-4B-Instruct"
+B7, TIED = "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct"
 BASE = "--global_batch_size 8 --dtype float32 --lora.rank 4"
 SEQUENCE = "--parallel.sequence_parallel true"
 RUNS = [
@@ -36,7 +35,7 @@ RUNS = [
 
 
 def spec_of(name: str) -> ModelSpec:
-    return read_spec(CONFIGS / f"{name}.json")
+    return read_spec(HF_CONFIGS / f"{name}.json")
 
 
 def config_of(options: str) -> TrainConfig:
@@ -44,7 +43,6 @@ def config_of(options: str) -> TrainConfig:
 
 
 def memory_of(name: str, options: str) -> StageMemory:
-    """The memory of a run on one GPU."""
     spec = spec_of(name)
     return next(stage_memories(config_of(options), spec, make_layout(spec), 1))
 
@@ -52,7 +50,6 @@ def memory_of(name: str, options: str) -> StageMemory:
 @pytest.mark.parametrize(("family", "world_size", "options"), RUNS, ids=range(len(RUNS)))
 @in_ranks()
 def test_parameters_are_those_of_the_modules(family: str, world_size: int, options: str, hf: Path) -> None:
-    """In every layout, of each stage: all parameters and the trained ones."""
     config, spec = config_of(f"{BASE} {options}"), read_spec(hf)
     layout = run_layout(config, spec, world_size)
     planned = stage_parameters(config, spec, layout, world_size // layout.replica_ranks)
@@ -75,7 +72,7 @@ def test_adapters_alone_have_gradients_and_optimizer_state() -> None:
 
 
 def test_tower_without_adapters_keeps_nothing() -> None:
-    """Neither does a part of the language model: only what adapters or other operators read is kept."""
+    """Nor does a part of the language model: only what adapters or other operators read is kept."""
     attention_alone = "--lora.rank 16 --lora.targets [attention]"
     all_parts = "--lora.rank 16 --lora.targets [language,vision,merger]"
     full, language, attention, everything = (
@@ -100,13 +97,11 @@ TABLE_LINE = re.compile(
 
 @pytest.mark.parametrize("line", [line for line in PAGE.read_text().splitlines() if TABLE_LINE.match(line)])
 def test_page_states_what_is_estimated_today(line: str) -> None:
-    """Every run of the table of docs/lora.md is possible, fits its GPUs, and has the stated figures."""
     name, gpus, gigabytes, options, gib, speed = TABLE_LINE.fullmatch(line).groups()
-    example = read_example(ROOT / "examples" / f"{name}.yaml")
-    path = str(ROOT / "examples" / f"{name}.yaml")
-    config = parse_config(["--config", path, "--lora.rank", "16", *(options or "").split()])
+    path = ROOT / "examples" / f"{name}.yaml"
+    config = parse_config(["--config", str(path), "--lora.rank", "16", *(options or "").split()])
     gpu = find_gpu("H100" if gigabytes == "80" else "H200")
-    prediction = predict_run(config, example.spec, int(gpus), gpu)
+    prediction = predict_run(config, read_example(path).spec, int(gpus), gpu)
     assert int(gib) == round(prediction.peak_gib) and prediction.fits_memory
     assert prediction.tokens_per_second == pytest.approx(int(speed.replace(",", "")), rel=0.01)
 

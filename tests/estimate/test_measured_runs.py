@@ -1,9 +1,7 @@
 """The closed form beside every measured run of the log (``measured_runs.json``).
 
-Steps are longer than estimated with experts and rows of 8,192 tokens, whose kernels the processor launches,
-and with adapters of Qwen3.5 in short rows. Memory is estimated too high with experts, and too low in small
-runs. Peaks of a tower on every rank with more than four rows a step were measured before their features moved
-to host memory, and are left out.
+Peaks of a tower on every rank with more than four rows a step were measured before their features moved to host
+memory, and are left out.
 """
 
 import itertools
@@ -45,10 +43,9 @@ def measured_runs() -> list[MeasuredRun]:
 
 def _estimate(facts: dict[str, Any]) -> MeasuredRun:
     spec = read_spec(FOLDER.parent / "hf_configs" / f"{facts['model']}.json")
-    cut = {f"num_{name}": facts[name] for name in ("language_layers", "vision_layers") if name in facts}
-    spec = spec.replace_layers(**cut) if cut else spec
     config = config_of(f"{facts['options']} --data.path synthetic:{facts['rows']}")
-    spec = spec.with_mtp(bool(config.mtp.loss))
+    layers = {f"num_{name}": facts.get(name) for name in ("language_layers", "vision_layers")}
+    spec = spec.replace_layers(**layers).with_mtp(bool(config.mtp.loss))
     layout = run_layout(config, spec, facts["gpus"])
     run = predict_layout(config, spec, facts["gpus"], layout, find_gpu(facts["gpu"]))
     fullest_row = run.rows._replace(

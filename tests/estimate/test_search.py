@@ -20,20 +20,15 @@ from toolkit.plan.print_plan import run_options
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 
 
+ROWS = ["--data.seq_len", "8192", "--checkpoint.dir", "runs/x"]
+
+
 def request_of(
-    size: str,
-    world: int,
-    batch: int,
-    *options: str,
-    seq_len: int = 8192,
-    gpu: str = "H200",
-    host_gib: float = math.inf,
-    result_count: int = 5,
+    size: str, world: int, batch: int, *options: str, gpu: str = "H200", host_gib=math.inf, count: int = 5
 ) -> SearchRequest:
-    words = ["--data.seq_len", str(seq_len), "--global_batch_size", str(batch), "--checkpoint.dir", "runs/x"]
     spec = read_spec(CONFIGS / f"{size}-Instruct.json")
-    config = parse_config([*words, *options])
-    return SearchRequest(config, spec, world, find_gpu(gpu), host_gib, result_count)
+    config = parse_config([*ROWS, "--global_batch_size", str(batch), *options])
+    return SearchRequest(config, spec, world, find_gpu(gpu), host_gib, count)
 
 
 def find(*request: Any, **other: Any) -> list[RunPrediction]:
@@ -58,8 +53,7 @@ def test_search_finds_layouts_that_fit_and_that_the_run_accepts() -> None:
         again = predict_run(run, prediction.spec, 4, find_gpu("H100"))
         assert again.step_seconds == pytest.approx(prediction.step_seconds)
         assert again.peak_gib + 8 <= 79.1
-        words = ["--data.seq_len", "8192", "--checkpoint.dir", "runs/x"]
-        given = parse_config([*words, *run_options(prediction, parse_config(words)).split()])
+        given = parse_config([*ROWS, *run_options(prediction, parse_config(ROWS)).split()])
         assert given.parallel == run.parallel and given.recompute == run.recompute
         assert given.optimizer == run.optimizer
 
@@ -81,13 +75,13 @@ def test_search_ends_in_time_for_every_number_of_gpus(world: int) -> None:
 )
 def test_search_leaves_out_only_what_changes_nothing(size: str, world: int, batch: int) -> None:
     """A search that returns all layouts ends at none."""
-    few, every = find(size, world, batch), find(size, world, batch, result_count=10**6)
+    few, every = find(size, world, batch), find(size, world, batch, count=10**6)
     assert every[: len(few)] == few
     assert len(every) > len(few)
 
 
 def test_offload_is_found_where_the_host_has_the_memory() -> None:
-    """What is found starts: the check of a start counts host memory by itself."""
+    """The check of a start counts host memory by itself."""
     shares = []
     for host_gib in (math.inf, 40.0, 0.1):
         found = find("Qwen2.5-VL-7B", 1, 8, gpu="H200", host_gib=host_gib)
@@ -113,11 +107,8 @@ def test_search_keeps_only_outputs_that_a_run_can_keep(size, gpu, options, kept)
     assert {kind for recompute in recomputes for kind in recompute.keep} == kept
 
 
-def test_search_finds_nothing_where_the_smallest_layout_does_not_fit() -> None:
+def test_search_rejects_impossible_layouts_and_finds_none_if_the_smallest_does_not_fit() -> None:
     request = request_of("Qwen2.5-VL-72B", 2, 8)
     assert search_layouts(request) == [] and smallest_layout(request).peak_gib > 131.8
-
-
-def test_search_rejects_impossible_layouts() -> None:
     with pytest.raises(RunConfigError, match="no layout of 29 GPUs is possible with global_batch_size 3"):
         find("Qwen2.5-VL-7B", 29, 3)

@@ -18,7 +18,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
-B7, A3 = "Qwen2.5-VL-7B-Instruct", "Qwen3-VL-30B-A3B-Instruct"
+B7 = "Qwen2.5-VL-7B-Instruct"
 
 
 def config(options: str) -> TrainConfig:
@@ -96,9 +96,6 @@ def test_assumed_rows_are_those_of_bench() -> None:
     assert assumed_rows(config("--data.path synthetic:text"), spec_of(B7)).patches == 0
 
 
-# --- Splits -------------------------------------------------------------------------------------------------
-
-
 def test_balanced_by_hand() -> None:
     """Ten layers of 1 on three entries, the first of which has 4 and the last 1 besides: 5 each."""
     assert balance_layers((1.0,) * 10, 4.0, 1.0, 3) == (1, 5, 4)
@@ -113,17 +110,11 @@ def test_balanced_by_hand() -> None:
 
 def test_split_is_the_same_on_every_platform_and_number_of_gpus() -> None:
     spec, options = spec_of(B7), "--global_batch_size 8 --parallel.pp 2"
-    layouts = {run_layout(config(f"{options} {more}"), spec, 2) for more in ("", "--platform cpu")}
-    layouts |= {
-        run_layout(config(options), spec, 4),
-        run_layout(config(f"{options} --parallel.layers auto"), spec, 2),
-    }
+    kinds = ("", "--platform cpu", "--parallel.layers auto")
+    layouts = {run_layout(config(f"{options} {more}"), spec, gpus) for more in kinds for gpus in (2, 4)}
     (layout,) = layouts
     # The first stage also runs the tower. [8,20] was measured to be the fastest (benchmarks/log/speed.md).
     assert layout.layers_per_chunk in ((8, 20), (9, 19), (10, 18))
-
-
-# --- The refusal --------------------------------------------------------------------------------------------
 
 
 def test_run_that_does_not_fit_is_refused_with_what_to_do() -> None:
@@ -136,13 +127,9 @@ def test_run_that_does_not_fit_is_refused_with_what_to_do() -> None:
 
     anyway = dataclasses.replace(given, failures=FailuresConfig(check_memory=False))
     assert "the run may end for lack of memory" in check_memory(anyway, spec, layout, 2, find_gpu())
-    small = config(
-        "--global_batch_size 8 --data.seq_len 1024 --recompute.language full --recompute.vision full"
-    )
+    full = "--recompute.language full --recompute.vision full"
+    small = config(f"--global_batch_size 8 --data.seq_len 1024 {full}")
     assert check_memory(small, spec, run_layout(small, spec, 8), 8, find_gpu()) == ""
-
-
-# --- GPUs ---------------------------------------------------------------------------------------------------
 
 
 def test_device_name_names_its_kind() -> None:

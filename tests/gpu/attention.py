@@ -72,8 +72,8 @@ def known_result_changes_nothing(tensors: list[Tensor], gradient: Tensor, segmen
     torch.use_deterministic_algorithms(True)
     arguments = (*tensors, *segments.varlen_arguments)
     output, log_sum_exp = packed_causal_attention(*arguments)
-    known_result = output.detach(), log_sum_exp.detach()
-    again, _ = packed_causal_attention(*arguments, known_result=known_result)
+    known = output.detach(), log_sum_exp.detach()
+    again, _ = packed_causal_attention(*arguments, known_result=known)
     pairs = zip(*(torch.autograd.grad(out, tensors, gradient) for out in (output, again)), strict=True)
     equal = torch.equal(output, again) and all(torch.equal(a, b) for a, b in pairs)
     torch.use_deterministic_algorithms(False)
@@ -90,9 +90,8 @@ def main() -> int:
         with sdpa_kernel(SDPBackend.MATH):
             want = run("sdpa", wide, gradient.float(), segments)
 
-        chosen = choose_backend(
-            "auto", platform="cuda", head_dim=width, causal=True, gathers_keys=gathers_keys
-        )
+        heads_of = {"head_dim": width, "causal": True, "gathers_keys": gathers_keys}
+        chosen = choose_backend("auto", platform="cuda", **heads_of)
         names = ["torch_varlen"] + ["te"] * (not gathers_keys) + ["flash_attn"] * has_flash_attention()
         for name in names:
             got = run(name, tensors, gradient, segments)

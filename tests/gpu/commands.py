@@ -14,7 +14,7 @@ import torch
 
 from tests.gpu.parity import SIZES
 from tests.gpu.results import Results, option_parser, work_folders
-from tests.support.tiny_run import metrics, options_of, prepare, torchrun
+from tests.support.tiny_run import command, metrics, prepare
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 STEPS = 12
@@ -36,9 +36,8 @@ def main() -> int:
             name, start = f"{moments} moments, share {share} in host memory", time.monotonic()
             options = ["--optimizer.moments_dtype", moments, "--optimizer.offload_fraction", share]
             run = work / f"{moments}_{share}"
-            words = options_of(prepared, run, *common, *options, steps=STEPS)
-            command = [*torchrun(args.ranks), "-m", "megatron_vl.train", *words]
-            done = subprocess.run(command, capture_output=True, text=True)
+            words = command(prepared, run, *common, *options, ranks=args.ranks, steps=STEPS)
+            done = subprocess.run(words, capture_output=True, text=True)
             (out / f"{moments}_{share}.log").write_text(done.stdout + done.stderr)
             results.add(name, done.returncode == 0, f"{time.monotonic() - start:.0f} s")
             curves.append([line["loss"] for line in metrics(run)])

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,22 +28,19 @@ TIMEOUT_S = 20
 STEPS = 100_000
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
+    """A fault of :mod:`tests.support.faulty_rank`, what the one message must hold, and the seconds in which
+    the launcher, which waits for all ranks, must end."""
+
     name: str
-    """As :mod:`tests.support.faulty_rank` calls it."""
     message: str
-    """What the one message must hold, as a regular expression."""
     seconds: float
-    """Limit from the fault to the end of the launcher, which waits for all ranks."""
 
 
-FAULTS = {
-    "kill": Fault("kill", "ended without a message: it was killed from outside", 20),
-    "stop": Fault("stop", "no sign of life for .* its state is 'stopped'", TIMEOUT_S + 20),
-    "exhaust_gpu": Fault("exhaust_gpu", r"out of GPU memory: .*Tried to allocate .*The estimate of", 20),
-    "exhaust": Fault("exhaust", "out of host memory", 20),
-}
+KILL = Fault("kill", "ended without a message: it was killed from outside", 20)
+STOP = Fault("stop", "no sign of life for .* its state is 'stopped'", TIMEOUT_S + 20)
+EXHAUST_GPU = Fault("exhaust_gpu", r"out of GPU memory: .*Tried to allocate .*The estimate of", 20)
+EXHAUST = Fault("exhaust", "out of host memory", 20)
 
 
 def run(fault: Fault, prepared: dict[str, Path], out: Path, ranks: int, platform: str) -> tuple[bool, str]:
@@ -101,13 +98,13 @@ def main() -> int:
     hf = write_tiny_checkpoint(out / "hf", "qwen2_5_vl", tied=True, dtype=dtype, **sizes)
     prepared = prepare(out / "prepared", hf)
 
-    def one(name: str) -> bool:
-        return results.add(name, *run(FAULTS[name], prepared, out, args.ranks, args.platform))
+    def one(fault: Fault) -> bool:
+        return results.add(fault.name, *run(fault, prepared, out, args.ranks, args.platform))
 
     # The first two leave room for each other; the third takes all memory.
     with ThreadPoolExecutor() as pool:
-        list(pool.map(one, ["kill", "stop"]))
-    one("exhaust_gpu" if args.platform == "cuda" else "exhaust")
+        list(pool.map(one, [KILL, STOP]))
+    one(EXHAUST_GPU if args.platform == "cuda" else EXHAUST)
     print(f"logs in {out}")
     return results.exit_code()
 

@@ -2,10 +2,9 @@
 
     python -m tests.gpu.layer_inputs
 
-Layers of matrix products keep their input, as under full recompute, and overwrite memory that is free. The
-sums of the bits of all inputs are taken where they leave and where they come back, over several rows in
-flight, as in a pipeline. Nothing waits for the GPU in between. Exit code 1 when a sum differs, or when the
-device kept more than two inputs of a row.
+The sums of the bits of all inputs are taken where they leave and where they come back, over several rows in
+flight, beside layers that overwrite free memory. Nothing waits for the GPU in between. Exit code 1 when a sum
+differs, or when the device kept more than two inputs of a row.
 """
 
 import sys
@@ -23,8 +22,6 @@ INPUT_BYTES = 2 * TOKENS * WIDTH
 
 
 class KeptInput(torch.autograd.Function):
-    """A layer that keeps its input alone."""
-
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, sums: list[list[Tensor]]) -> Tensor:
         ctx.save_for_backward(hidden)
@@ -87,16 +84,13 @@ def run_steps(block: Block, device: torch.device) -> tuple[int, float, float]:
 
     torch.cuda.synchronize()
     step_seconds = (time.perf_counter() - start) / STEPS
-    different = sum(not torch.equal(left, came_back) for left, came_back in all_sums)
+    different = sum(not torch.equal(*pair) for pair in all_sums)
     return different, step_seconds, torch.cuda.max_memory_allocated() / INPUT_BYTES
 
 
 def compare(platform: Platform, pre_process: bool) -> bool:
-    """Prints figures with and without offload. Returns whether bits or memory are wrong.
-
-    Args:
-        pre_process: False for the block of a later pipeline stage, whose first input stays on the device.
-    """
+    """Whether bits or memory are wrong; ``pre_process`` is False for the block of a later pipeline stage,
+    whose first input stays on the device."""
     block = Block(platform.device, pre_process)
     without = run_steps(block, platform.device)
     offload = LayerInputOffload(platform)
@@ -114,10 +108,6 @@ def compare(platform: Platform, pre_process: bool) -> bool:
     return bool(found[0]) or offload.num_pieces > expected_pieces or not has_left
 
 
-def main(platform: Platform) -> int:
-    wrong_blocks = [compare(platform, pre_process) for pre_process in (True, False)]
-    return int(any(wrong_blocks))
-
-
 if __name__ == "__main__":
-    sys.exit(main(get_platform("cuda")))
+    cuda = get_platform("cuda")
+    sys.exit(any([compare(cuda, pre_process) for pre_process in (True, False)]))

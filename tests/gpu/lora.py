@@ -2,10 +2,9 @@
 
     python -m tests.gpu.lora --ranks 1 [--out FOLDER]
 
-Heads are the released ones (tests.gpu.parity). Each family trains adapters of the language model, the tower,
-the mergers and the experts for two steps. Then logits of merged weights are compared with those of base and
-adapters. Exit code 1 when a loss or logits are further off than rounding to bfloat16 explains, or when a bit
-of the base has changed.
+Each family trains adapters of the language model, the tower, the mergers and the experts for two steps. Then
+logits of merged weights are compared with those of base and adapters. Exit code 1 when a loss or logits are
+further off than rounding to bfloat16 explains, or when a bit of the base has changed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.gpu.parity import FAMILY_SIZES, SIZES
+from tests.gpu.parity import FAMILY_SIZES, SELECTIVE, SIZES
 from tests.gpu.results import Results, option_parser, work_folders
 from tests.support.tiny_run import torchrun
 from tests.support.tiny_trainer import gather, save, train, trainer_of
@@ -28,25 +27,15 @@ from tests.training.test_context_parallel import ROWS
 from tests.training.test_lora import changed_base, distance, local_logits, logits_when_merged
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
-FAMILIES = {
-    "qwen2_5_vl": ["language", "vision", "merger"],
-    "qwen3_vl": ["language", "vision", "merger"],
-    "qwen3_5": ["language", "vision", "merger"],
-    "qwen3_5_moe": ["language", "vision", "merger", "experts"],
-}
+PARTS = ["language", "vision", "merger"]
+FAMILIES = dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), PARTS) | {"qwen3_5_moe": [*PARTS, "experts"]}
 SP = {"sequence_parallel": True}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one rank": {},
         "full recompute": {"recompute": {"language": "full", "vision": "full"}},
         "FP8, tower too": {"fp8": {"recipe": "tensorwise", "vision": True}},
-        "selective recompute": {
-            "overlap": True,
-            "recompute": {
-                "language": "selective",
-                "language_modules": ["layernorm", "activation", "core_attn"],
-            },
-        },
+        "selective recompute": {"overlap": True, "recompute": SELECTIVE},
     },
     2: {
         "DP2 with overlap": {"overlap": True},
@@ -66,14 +55,12 @@ MAX_LOGIT_DISTANCE = 0.02
 def run_as_rank(work: Path, family: str, platform_name: str) -> None:
     """Trains one family in all layouts of this number of ranks, and writes the results on rank 0."""
     is_moe, has_linear_attention = family.endswith("_moe"), family.startswith("qwen3_5")
-    layouts = {"one rank": {}}
-    if platform_name == "cuda":
-        all_layouts = LAYOUTS[int(os.environ["WORLD_SIZE"])]
-        layouts = {
-            name: layout
-            for name, layout in all_layouts.items()
-            if (is_moe or "ep" not in layout) and not (has_linear_attention and "fp8" in layout)
-        }
+    all_layouts = LAYOUTS[int(os.environ["WORLD_SIZE"])] if platform_name == "cuda" else {"one rank": {}}
+    layouts = {
+        name: layout
+        for name, layout in all_layouts.items()
+        if (is_moe or "ep" not in layout) and not (has_linear_attention and "fp8" in layout)
+    }
     lora = {"rank": 16, "targets": FAMILIES[family]}
     hf, results = work / family, {}
     for name, layout in layouts.items():
@@ -128,7 +115,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        run_as_rank(Path(sys.argv[1]), *sys.argv[2:4])
-        sys.exit(0)
-    sys.exit(main())
+    sys.exit(run_as_rank(Path(sys.argv[1]), *sys.argv[2:4]) if "RANK" in os.environ else main())

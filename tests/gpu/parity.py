@@ -9,10 +9,9 @@ when a case fails.
 Cases of multi-token prediction ("mtp") are compared with the plain layer of
 :mod:`tests.models.mtp_reference`: losses, targets, and gradients.
 
-With ``--platform cpu``, a tower with LayerNorm, such as Qwen3-VL's, fails in the gradients of its norms,
-although losses and outputs agree. On CPU, torch 2.11's LayerNorm sums these gradients over rows in bf16, so
-their error grows with the rows in a call: about 2 % for 400 patches, 4 to 6 % for 1,600. The tower takes
-all images of a row in one call; the reference takes one sample after another.
+With ``--platform cpu``, a tower with LayerNorm, such as Qwen3-VL's, fails in the gradients of its norms:
+torch 2.11 sums these over rows in bf16 there, so their error grows with the rows in a call (2 % for 400
+patches, 4 to 6 % for 1,600), and the tower takes all images of a row in one call.
 """
 
 import json
@@ -55,15 +54,12 @@ QWEN3_SIZES = {
 }
 HYBRID_SIZES = {
     **QWEN3_SIZES,
-    "kv_heads": 2,
-    "hybrid_head_dim": 256,
-    "hybrid_section": (11, 11, 10),
-    "linear_key_heads": 4,
-    "linear_value_heads": 8,
-    "linear_key_dim": 128,
-    "linear_value_dim": 128,
+    **{"kv_heads": 2, "hybrid_head_dim": 256, "hybrid_section": (11, 11, 10)},
+    **{f"linear_{kind}_heads": heads for kind, heads in (("key", 4), ("value", 8))},
+    **dict.fromkeys(("linear_key_dim", "linear_value_dim"), 128),
 }
-MOE_SIZES = {**QWEN3_SIZES, "experts": 16, "expert_ffn_hidden_size": 384}
+EXPERTS = {"experts": 16, "expert_ffn_hidden_size": 384}
+MOE_SIZES = {**QWEN3_SIZES, **EXPERTS}
 FAMILY_SIZES = {
     "qwen3_vl": QWEN3_SIZES,
     # Rounding to bf16 turns near ties between experts around, in transformers as here, and then says nothing
@@ -74,13 +70,7 @@ FAMILY_SIZES = {
     # Two ranks cannot divide these heads, so they gather keys and values.
     "qwen3_vl, seven heads": {**QWEN3_SIZES, "heads": 7, "kv_heads": 1},
     "qwen3_5, seven heads": {**HYBRID_SIZES, "heads": 7, "kv_heads": 1},
-    "qwen3_5_moe": {
-        **HYBRID_SIZES,
-        "experts": 16,
-        "experts_per_token": 16,
-        "expert_ffn_hidden_size": 384,
-        "shared_ffn_hidden_size": 384,
-    },
+    "qwen3_5_moe": {**HYBRID_SIZES, **EXPERTS, "experts_per_token": 16, "shared_ffn_hidden_size": 384},
 }
 ROWS = [
     ["two_images", "mixed"],
@@ -95,6 +85,7 @@ TP2_PP2 = {**TP2_SP, "pp": 2, "overlap": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 OFFLOADED = {**FULL, "offload_inputs": True}
 SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "layernorm", "activation"]}
+SELECTIVE_MLP = SELECTIVE | {"language_modules": ["core_attn", "layernorm", "mlp"]}
 MTP: dict[str, Any] = {"mtp": {"loss": 0.3, "trains": "all"}, "optimizer": False}
 MTP_HEAD: dict[str, Any] = {"mtp": {"loss": 0.3}, "optimizer": False}
 
@@ -116,10 +107,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("one rank, tied", tied=True, steps=[TEXT_LAST]),
         case("vision frozen", freeze=["vision"]),
         case("full recompute", recompute=FULL),
-        case(
-            "selective recompute",
-            recompute={"language": "selective", "language_modules": ["core_attn", "layernorm", "mlp"]},
-        ),
+        case("selective recompute", recompute=SELECTIVE_MLP),
         case("the tower's activation recomputed", recompute={"vision": "activation"}),
         case("the tower's activation recomputed, qwen3_vl", Q3, recompute={"vision": "activation"}),
         case("overlap, three steps", overlap=True, steps=THREE_STEPS),
@@ -215,19 +203,17 @@ def main() -> int:
     done = subprocess.run([*torchrun(args.ranks), *program], check=False)
     for name, result in json.loads(out.read_text()).items():
         for number, step in enumerate(result.get("steps", [])):
-            error, theirs = step["gradient_error"], step["transformers_bf16_gradient_error"]
             print(
                 f"{'ok    ' if step['ok'] else 'FAILED'} {name} | step {number} | loss {step['loss']:.6f} "
                 f"transformers {step['reference']:.6f} ({step['loss_error']:.1e}) | gradient error "
-                f"{error:.3f} transformers {theirs:.3f} | worst {next(iter(step['worst']))}"
-                + "".join(f" | {key} {step[key]}" for key in ("mtp", "departs") if step.get(key))
+                f"{step['gradient_error']:.3f} transformers {step['transformers_bf16_gradient_error']:.3f} "
+                f"| worst {next(iter(step['worst']))}",
+                *(f"| {key} {step[key]}" for key in ("mtp", "departs") if step.get(key)),
             )
-
     return done.returncode
 
 
 def run_as_rank(arguments: list[str]) -> int:
-    """Runs the parity worker, but cases of multi-token prediction by :mod:`tests.models.mtp_reference`."""
     run_plain_case = worker.run_case
 
     def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 
 class Results:
-    """Prints one line for each check, and knows whether one has failed."""
-
     def __init__(self) -> None:
         self.has_failed = False
 

@@ -2,15 +2,13 @@
 
 To add a row, write a :func:`case` into the table of its kind, under its number of ranks: a name that no other
 case has, the family, its rows (:data:`MIXED_ROWS` if left out), and the settings that differ from one rank
-with everything trained (fields of :class:`.training.TableCase`). ``make test`` chooses among the
-cases of :data:`PLAIN_CASES` and those written with :func:`quick`, so that every setting is run
-(:mod:`.choice`); ``make test-full`` runs all. The support matrix (:mod:`.matrix`) counts them by itself.
+with everything trained (fields of :class:`.training.TableCase`). ``make test`` runs the cases written with
+:func:`quick`: few that together have every setting of :data:`PLAIN_CASES`, a training in every way to divide
+a step's work, each family in the ways that meet its own code, and YaRN with TP, PP, CP and EP. ``make
+test-full`` runs all. The support matrix (:mod:`.matrix`) counts them by itself.
 """
 
-from functools import cache
 from typing import Any
-
-from .choice import choose
 
 FOUR = ["image", "text", "two_images", "video"]
 """Four samples, as one row or as four."""
@@ -27,22 +25,21 @@ TEXT_ONE_RANK = [["text"], ["short_text"], ["image"], ["mixed", "text"]]
 TEXT_ALL = [["text"], ["text", "short_text"], ["short_text"], ["text"]]
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
-WITHOUT_LOSS = [
-    ["image", "without_loss"],
-    ["without_loss"],
-    ["text", "short_text"],
-    ["without_loss", "without_loss"],
-]
+WITHOUT_LOSS = [["image", "without_loss"], ["without_loss"], ["text", "short_text"], ["without_loss"] * 2]
 """With one or two data-parallel ranks, the last micro-batch has no loss token."""
 FULL = {"language": "full", "vision": "full"}
 SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS]
+FEW_TOWERS = [TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS]
+"""With two data-parallel ranks, one, both and none skip the tower."""
 TWICE = [MIXED_ROWS] * 2
 SEVERAL = [TEXT_LAST, MIXED_ROWS]
 NO_LOSS = [WITHOUT_LOSS] * 2
 TP2_SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
+THREE_WAYS = TP2_SP | {"pp": 2, "vpp": 2, "overlap": True}
+EMPTY: dict[str, Any] = {"layers": [2, 0, 0, 2], "overlap": True}
 SMALL_BUCKETS: dict[str, Any] = {"overlap": True, "bucket_size": 10_000}
 TRAIN: dict[str, Any] = {"steps": TRAINING, "train": True}
 TRAINED: dict[str, Any] = {"tied": True, **TP2_SP, "pp": 2, "vpp": 2, **SMALL_BUCKETS}
@@ -70,11 +67,10 @@ def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout:
 
 
 QUICK: set[str] = set()
-"""Cases outside of :data:`PLAIN_CASES` that ``make test`` chooses from, too."""
+"""The names of the cases that ``make test`` runs."""
 
 
 def quick(name: str, *args: Any, **layout: Any) -> dict[str, Any]:
-    """A :func:`case` that ``make test`` chooses from: one for each setting that changes tower or rows."""
     QUICK.add(name)
     return case(name, *args, **layout)
 
@@ -86,32 +82,21 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
     1: [case("One rank, decoupled, qwen3_5", Q35, patches=64, steps=[[FOUR]])],
     2: [
         case("PP2, decoupled, qwen2_vl", Q2, pp=2),
-        quick("PP2, decoupled, a rank without an image", pp=2, steps=ONE_IMAGE, overlap=True),
-        case(
-            "PP2, decoupled, language frozen, a rank without an image", pp=2, steps=ONE_IMAGE, **NO_LANGUAGE
-        ),
-        quick("PP2, decoupled, vision frozen", pp=2, freeze=["vision"], patches=32),
+        case("PP2, decoupled, few images", pp=2, steps=ONE_IMAGE, overlap=True),
+        case("PP2, decoupled, few images, language frozen", pp=2, steps=ONE_IMAGE, **NO_LANGUAGE),
+        case("PP2, decoupled, vision frozen", pp=2, freeze=["vision"], patches=32),
         case("PP2, decoupled, vision and merger frozen", pp=2, **NO_VISION),
         case("PP2, decoupled, merger alone, qwen3_vl", Q3, pp=2, **MERGER_ALONE),
         case("PP2, decoupled, tied, full recompute", tied=True, pp=2, layers=[3, 1], recompute=FULL),
-        quick("PP2 x VPP2, decoupled, qwen3_vl", Q3, pp=2, vpp=2, patches=64, steps=[BETWEEN]),
-        quick("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, **TP2_SP),
-        quick("EP2, experts, decoupled", MOE, ep=2),
+        case("PP2 x VPP2, decoupled, qwen3_vl", Q3, pp=2, vpp=2, patches=64, steps=[BETWEEN]),
+        case("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, **TP2_SP),
+        case("EP2, experts, decoupled", MOE, ep=2),
         case(
-            "PP2, decoupled, qwen3_5, language frozen, a rank without an image",
-            Q35,
-            pp=2,
-            steps=ONE_IMAGE,
-            **NO_LANGUAGE,
+            "PP2, decoupled, few images, language frozen, qwen3_5", Q35, pp=2, steps=ONE_IMAGE, **NO_LANGUAGE
         ),
         case("TP2 + SP, ETP2, decoupled, qwen3_5 with experts", MOE35, **TP2_SP, etp=2),
         quick("training, PP2, decoupled, overlap", pp=2, **TRAIN, overlap=True),
-        case(
-            "training, DP2, decoupled, the tower used by one rank and by none",
-            steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK],
-            train=True,
-            **SMALL_BUCKETS,
-        ),
+        case("training, DP2, decoupled, the tower skipped", steps=FEW_TOWERS, train=True, **SMALL_BUCKETS),
         case("training, PP2, decoupled, tied, plain optimizer", tied=True, pp=2, **TRAIN, **PLAIN),
     ],
     4: [
@@ -119,13 +104,10 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         case("PP4, decoupled, qwen3_vl", Q3, pp=4, steps=[BETWEEN]),
     ],
 }
-"""Cases of ``vision.placement: decoupled``."""
 
 YARN = {
-    "yarn": {
-        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
-        **{"beta_fast": 1.0, "beta_slow": 0.0125},
-    }
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    | {"beta_fast": 1.0, "beta_slow": 0.0125}
 }
 """Positions of videos and of what follows them are up to 10 times the original length. Of the few frequencies
 of a small head, the first stays, the next one or two are divided in part, and the others by the factor."""
@@ -152,22 +134,22 @@ THREE_HEADS = {"heads": 3, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 CONTEXT: dict[int, list[dict[str, Any]]] = {
     2: [
         case("CP2, qwen2_vl", Q2, steps=SHARED),
-        quick("CP2, language frozen, overlap", steps=SHARED, **NO_LANGUAGE, overlap=True),
+        case("CP2, language frozen, overlap", steps=SHARED, **NO_LANGUAGE, overlap=True),
         case("CP2, vision frozen, qwen3_vl", Q3, steps=SHARED, freeze=["vision"]),
         case("CP2, vision and merger frozen", steps=SHARED, **NO_VISION),
         case("CP2, merger alone, qwen3_vl", Q3, steps=SHARED, **MERGER_ALONE, overlap=True),
         case("CP2, full recompute, tied, qwen3_vl", Q3, steps=[ON_EDGES], tied=True, recompute=FULL),
         case("CP2, decoupled", steps=SHARED, decoupled=True, patches=32),
-        quick("CP2, EP2, experts, overlap", MOE, ep=2, steps=SHARED[:2], overlap=True),
+        case("CP2, EP2, experts, overlap", MOE, ep=2, steps=SHARED[:2], overlap=True),
         quick("CP2, EP2, qwen3_5 with experts, overlap", MOE35, ep=2, steps=SHARED[:2], overlap=True),
         quick("training, CP2, overlap", steps=[MIXED_ROWS, WITHOUT_LOSS], train=True, **SMALL_BUCKETS),
         case("training, CP2, tied, plain optimizer, qwen3_vl", Q3, tied=True, **TRAIN, **PLAIN),
-        quick("CP2 beyond the heads, qwen3_vl", Q3, sizes=THREE_HEADS, steps=SHARED),
+        case("CP2 beyond the heads, qwen3_vl", Q3, sizes=THREE_HEADS, steps=SHARED),
         quick("CP2, YaRN, qwen3_5", Q35, steps=[ON_EDGES], recompute=SELECTIVE, **YARN),
     ],
     4: [
         quick("CP4 beyond the heads, qwen3_vl", Q3, sizes=ONE_OF_TWO, cp=4, steps=SHARED[:2]),
-        quick("CP4 above the key/value heads, qwen3_5", Q35, cp=4, steps=SHARED),
+        case("CP4 above the key/value heads, qwen3_5", Q35, cp=4, steps=SHARED),
         case("CP4, EP2, experts", MOE, cp=4, ep=2, steps=[ON_EDGES]),
         case("CP4, EP2, qwen3_5 with experts", MOE35, cp=4, ep=2, steps=[ON_EDGES]),
         case("CP4, decoupled, qwen3_vl", Q3, cp=4, steps=SHARED, decoupled=True),
@@ -205,19 +187,17 @@ HYBRID: dict[int, list[dict[str, Any]]] = {
         case("selective recompute, qwen3_5 with experts", MOE35, recompute=SELECTIVE),
     ],
     2: [
-        quick("TP2 + SP, qwen3_5, tied, full recompute", Q35, tied=True, **TP2_SP, recompute=FULL),
+        case("TP2 + SP, qwen3_5, tied, full recompute", Q35, tied=True, **TP2_SP, recompute=FULL),
         quick("PP2 x VPP2, qwen3_5, empty chunk", Q35, pp=2, vpp=2, layers=[0, 1, 1, 2], overlap=True),
-        quick("training, DP2, qwen3_5, overlap", Q35, **TRAIN, **SMALL_BUCKETS),
-        quick("EP2, YaRN, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=SEVERAL, **YARN),
+        case("training, DP2, qwen3_5, overlap", Q35, **TRAIN, **SMALL_BUCKETS),
+        case("EP2, YaRN, qwen3_5 with experts, overlap", MOE35, ep=2, overlap=True, steps=SEVERAL, **YARN),
         quick("TP2 + SP, ETP2, qwen3_5 with experts", MOE35, **TP2_SP, etp=2),
         case("TP2, qwen3_5, selective recompute", Q35, tp=2, recompute=SELECTIVE),
         case("TP2, qwen3_5, rows without loss, overlap", Q35, tp=2, overlap=True, steps=NO_LOSS),
         case("PP2, qwen3_5, vision frozen", Q35, pp=2, freeze=["vision"]),
         case("training, DP2, qwen3_5, no distributed optimizer", Q35, **TRAIN, **PLAIN),
         case("PP2 x VPP2, qwen3_5 with experts, empty chunk", MOE35, pp=2, vpp=2, layers=[0, 1, 1, 2]),
-        case(
-            "EP2, qwen3_5 with experts, rows without loss, overlap", MOE35, ep=2, overlap=True, steps=NO_LOSS
-        ),
+        case("EP2, qwen3_5 with experts, rows without loss", MOE35, ep=2, overlap=True, steps=NO_LOSS),
         case("TP2 + SP, ETP2, qwen3_5 with experts, language frozen", MOE35, **TP2_SP, etp=2, **NO_LANGUAGE),
         case("training, DP2, qwen3_5 with experts, no distributed optimizer", MOE35, **TRAIN, **PLAIN),
     ],
@@ -228,91 +208,56 @@ HYBRID: dict[int, list[dict[str, Any]]] = {
         case("TP2 x PP2 x VPP2 + SP, qwen3_5 with experts", MOE35, **UNTIED, steps=TWICE),
     ],
 }
-"""Cases of the families with linear attention. Most of what those without :func:`quick` hold in pairs, other
-families hold in the same code."""
 
 PLAIN_CASES: dict[int, list[dict[str, Any]]] = {
     1: [
-        case("vision frozen", freeze=["vision"]),
-        case("merger alone", **MERGER_ALONE),
+        quick("vision frozen", freeze=["vision"]),
+        quick("merger alone", **MERGER_ALONE),
         case("selective recompute", recompute=SELECTIVE),
         case("training, qwen2_vl", Q2, **TRAIN),
-        case("vision and merger frozen, qwen3_vl", Q3, **NO_VISION),
-        *(case(f"activation recompute, {family}", family, recompute=ACTIVATION) for family in (Q2, Q3)),
+        quick("vision and merger frozen, qwen3_vl", Q3, **NO_VISION),
+        quick("activation recompute, qwen2_vl", Q2, recompute=ACTIVATION),
+        case("activation recompute, qwen3_vl", Q3, recompute=ACTIVATION),
         case("full recompute, qwen3_vl", Q3, recompute=FULL),
-        case("language frozen, experts", MOE, **NO_LANGUAGE),
+        quick("language frozen, experts", MOE, **NO_LANGUAGE),
         case("selective recompute, experts", MOE, recompute=SELECTIVE),
-        case(
-            "overlap, three steps, text first",
-            steps=[[["text"]], [["image"]], [["text", "mixed"]]],
-            overlap=True,
-        ),
+        case("overlap, text first", steps=[[["text"]], [["image"]], [["text", "mixed"]]], overlap=True),
     ],
     2: [
-        case("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=NO_LOSS),
-        case("TP2 + SP, logits of every token", **TP2_SP, seq_len=128, steps=[[["text"], ["image"]]]),
+        quick("TP2 + SP, rows without loss, overlap", **TP2_SP, overlap=True, steps=NO_LOSS),
+        quick("TP2 + SP, logits of every token", **TP2_SP, seq_len=128, steps=[[["text"], ["image"]]]),
         case("TP2 + SP, language frozen", **TP2_SP, **NO_LANGUAGE),
-        case("PP2, YaRN", pp=2, **YARN),
-        case("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
+        quick("PP2, YaRN", pp=2, **YARN),
+        quick("TP2, selective recompute", tp=2, recompute={"language": "selective"}),
         case("TP2 + SP, activation recompute", **TP2_SP, recompute=ACTIVATION),
         case("PP2, no decoder layer on the first stage", pp=2, layers=[0, 4]),
         case("PP2 x VPP2, tied, rows without loss", tied=True, pp=2, vpp=2, overlap=True, steps=NO_LOSS),
         case(
-            "DP2, overlap, text-only step between",
-            steps=[TEXT_LAST, [["text"]] * 4, TEXT_LAST],
-            overlap=True,
-            **PLAIN,
+            "DP2, overlap, text between", steps=[TEXT_LAST, [["text"]] * 4, TEXT_LAST], overlap=True, **PLAIN
         ),
         case("DP2, qwen2_vl, overlap", Q2, steps=SEVERAL, overlap=True),
-        quick(
-            "training, DP2, overlap, the tower skipped by one rank and by both",
-            steps=[TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS, TEXT_ONE_RANK, TEXT_ALL],
-            train=True,
-            **SMALL_BUCKETS,
-        ),
-        case("training, DP2, tied, no distributed optimizer", tied=True, **TRAIN, **PLAIN),
+        quick("training, DP2, overlap, the tower skipped", steps=FEW_TOWERS, train=True, **SMALL_BUCKETS),
+        quick("training, DP2, tied, no distributed optimizer", tied=True, **TRAIN, **PLAIN),
         case("PP2, qwen3_vl, language frozen", Q3, pp=2, **NO_LANGUAGE),
         case("DP2, qwen3_vl, merger alone, overlap", Q3, steps=SEVERAL, overlap=True, **MERGER_ALONE),
         case("EP2, experts, without distributed optimizer", MOE, ep=2, **PLAIN),
-        case(
-            "EP2, experts, vision frozen, overlap", MOE, ep=2, freeze=["vision"], steps=SEVERAL, overlap=True
-        ),
-        case("TP2 + SP, EP2, YaRN, experts", MOE, **TP2_SP, ep=2, steps=[BETWEEN], **YARN),
-        case(
-            "PP2 uneven, experts, tied, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL
-        ),
-        case(
-            "training, PP2 x VPP2, experts, a first chunk without parameters",
-            MOE,
-            pp=2,
-            vpp=2,
-            layers=[2, 0, 0, 2],
-            overlap=True,
-            **TRAIN,
-        ),
+        case("EP2, experts, vision frozen", MOE, ep=2, freeze=["vision"], steps=SEVERAL, overlap=True),
+        quick("TP2 + SP, EP2, YaRN, experts", MOE, **TP2_SP, ep=2, steps=[BETWEEN], **YARN),
+        quick("PP2 uneven, experts, full recompute", MOE, tied=True, pp=2, layers=[1, 3], recompute=FULL),
+        case("training, PP2 x VPP2, experts, empty chunks", MOE, pp=2, vpp=2, **EMPTY, **TRAIN),
     ],
     4: [
-        *(
-            case(f"TP2 x PP2 x VPP2 + SP, {family}", family, **TP2_SP, pp=2, vpp=2, overlap=True, steps=TWICE)
-            for family in (Q25, Q2)
-        ),
-        case("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
-        case("PP4", pp=4),
+        *(case(f"TP2 x PP2 x VPP2 + SP, {name}", name, **THREE_WAYS, steps=TWICE) for name in (Q25, Q2)),
+        quick("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
+        quick("PP4", pp=4),
         case("EP2 x PP2 x VPP2, experts, tied", MOE, tied=True, pp=2, vpp=2, ep=2),
-        case("EP4 x TP2 + SP, experts", MOE, **TP2_SP, ep=4),
-        case("TP2 x PP2 x VPP2 + SP, experts", MOE, **TP2_SP, pp=2, vpp=2, overlap=True, steps=TWICE),
+        quick("EP4 x TP2 + SP, experts", MOE, **TP2_SP, ep=4),
+        case("TP2 x PP2 x VPP2 + SP, experts", MOE, **THREE_WAYS, steps=TWICE),
         case("training, EP2 x PP2, experts", MOE, pp=2, ep=2, layers=[1, 3], **SMALL_BUCKETS, **TRAIN),
-        case("training, EP2 x TP2 + SP, ETP2, experts", MOE, **TP2_SP, ep=2, etp=2, **TRAIN),
-        case(
-            "training, PP4, experts, stages without parameters",
-            MOE,
-            pp=4,
-            layers=[2, 0, 0, 2],
-            overlap=True,
-            **TRAIN,
-        ),
+        quick("training, EP2 x TP2 + SP, ETP2, experts", MOE, **TP2_SP, ep=2, etp=2, **TRAIN),
+        case("training, PP4, experts, empty stages", MOE, pp=4, **EMPTY, **TRAIN),
         case("TP2 x PP2 x VPP2 + SP, qwen3_vl, uneven", Q3, **TRAINED, layers=[0, 2, 1, 1], steps=[BETWEEN]),
-        case("training, TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **TRAIN, **TRAINED),
+        quick("training, TP2 x PP2 x VPP2 + SP, qwen3_vl", Q3, **TRAIN, **TRAINED),
     ],
 }
 """Cases of softmax attention in whole rows, with the tower on the first stage."""
@@ -325,24 +270,3 @@ CASES = {
     ]
     for ranks in (1, 2, 4, 8)
 }
-"""All cases, by number of ranks."""
-
-
-def considered_by_make_test() -> list[tuple[int, dict[str, Any]]]:
-    """The cases that ``make test`` chooses from, with their numbers of ranks."""
-    plain = {entry["name"] for entries in PLAIN_CASES.values() for entry in entries}
-    every = ((ranks, entry) for ranks, entries in CASES.items() for entry in entries)
-    return [(ranks, entry) for ranks, entry in every if entry["name"] in plain | QUICK]
-
-
-@cache
-def chosen_by_make_test() -> frozenset[str]:
-    """The names of the cases that ``make test`` runs (:mod:`.choice`)."""
-    considered = considered_by_make_test()
-    costs = {entry["name"]: _cost(entry, ranks) for ranks, entry in considered}
-    return frozenset(choose([entry for _, entry in considered], costs))
-
-
-def _cost(entry: dict[str, Any], ranks: int) -> float:
-    """Processor time in any unit: a build takes as long as three rows; each rank repeats half of the work."""
-    return (3 + sum(map(len, entry["steps"]))) * (1 + ranks / 2)

@@ -1,8 +1,6 @@
 """Runs the parity worker and compares, case by case, the order in which ranks enter collectives.
 
-    python -m tests.parity.collective_orders CASES.json OUT.json REFERENCES
-
-REFERENCES is a folder in which groups of other sizes find what one has computed with ``transformers``.
+    python -m tests.parity.collective_orders CASES.json OUT.json FOLDER_OF_REFERENCES
 
 Two ranks must enter the collectives of all groups that both belong to in one order. On GPUs, each group has a
 stream of its own: ranks that start two collectives in different orders can wait for each other, even if each
@@ -24,24 +22,11 @@ from toolkit.parity import reference_job, worker
 
 from .training import TableCase, run_training
 
-COLLECTIVES = (
-    "allreduce",
-    "allreduce_coalesced",
-    "allgather",
-    "_allgather_base",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "barrier",
-    "gather",
-    "scatter",
-    "reduce",
-)
+COLLECTIVES = """
+allreduce allreduce_coalesced allgather _allgather_base allgather_coalesced allgather_into_tensor_coalesced
+reduce_scatter _reduce_scatter_base reduce_scatter_tensor_coalesced alltoall alltoall_base broadcast barrier
+gather scatter reduce
+""".split()
 """Methods of a process group, through which all functions of ``torch.distributed`` go."""
 UNEVEN = ("alltoall", "alltoall_base")
 """Collectives in which each rank may send another number of elements."""
@@ -51,8 +36,6 @@ Entry = tuple[str, tuple[int, ...], str, int]
 
 
 class CollectiveLog:
-    """Records the collectives that this rank enters, in order."""
-
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         for name in COLLECTIVES:
@@ -70,7 +53,6 @@ class CollectiveLog:
         return enter
 
     def take(self) -> list[Entry]:
-        """The entries since the last call."""
         entries, self.entries = self.entries, []
         return entries
 
@@ -83,16 +65,13 @@ def _num_elements(arguments: Any) -> int:
 
 def first_difference(entries_by_rank: list[list[Entry]]) -> str:
     """Describes where two ranks enter different collectives of their common groups; empty if nowhere."""
-    for first, second in itertools.combinations(range(len(entries_by_rank)), 2):
-        common = []
-        for rank in (first, second):
-            common.append([entry for entry in entries_by_rank[rank] if {first, second} <= {*entry[1]}])
+    for pair in itertools.combinations(range(len(entries_by_rank)), 2):
+        first, second = pair
+        common = [[entry for entry in entries_by_rank[rank] if {*pair} <= {*entry[1]}] for rank in pair]
         for number, (ours, theirs) in enumerate(itertools.zip_longest(*common)):
             if ours != theirs:
-                before = common[0][max(0, number - 2) : number]
-                return (
-                    f"collective {number}: rank {first} enters {ours}, rank {second} {theirs}, after {before}"
-                )
+                entered = f"rank {first} enters {ours}, rank {second} {theirs}"
+                return f"collective {number}: {entered}, after {common[0][max(0, number - 2) : number]}"
     return ""
 
 

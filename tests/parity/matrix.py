@@ -1,8 +1,7 @@
 """The support matrix of the documentation: family x feature, with the test that proves each cell.
 
-``python -m tests.parity.matrix`` prints it as Markdown. The cells of layouts, rows and training come
-from the settings of the parity table (:mod:`tests.parity.cases`); what other tests prove is in
-:data:`PROOFS`. Nothing here imports torch. ``tests/test_docs_generated.py`` checks that every test exists.
+The cells of layouts, rows and training come from the settings of the parity table (:mod:`.cases`); what
+other tests prove is in :data:`PROOFS`. Nothing here imports torch.
 """
 
 from collections.abc import Callable
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from .cases import CASES, MOE, MOE35, Q2, Q3, Q25, Q35, chosen_by_make_test
-from .choice import settings
+from .cases import CASES, MOE, MOE35, Q2, Q3, Q25, Q35, QUICK
 
 FAMILIES = {
     Q2: "Qwen2-VL",
@@ -24,29 +22,45 @@ FAMILIES = {
 PARITY = "tests/parity/test_parity.py::test_parity"
 
 
-# --- What the parity table holds ----------------------------------------------------------------------------
+TEXT_ONLY = {"text", "short_text", "without_loss"}
+"""Samples without images and videos."""
+
+
+def settings(case: dict[str, Any]) -> set[tuple[str, str]]:
+    """Rows differ by the kinds of samples in them, layer splits by their irregularities."""
+    found = {
+        (field, repr(value)) for field, value in case.items() if field not in ("name", "steps", "layers")
+    }
+    rows = [row for step in case["steps"] for row in step]
+    kinds = {kind for row in rows for kind in row}
+    found |= {("sample", kind) for kind in kinds}
+    if kinds - TEXT_ONLY and any(set(row) <= TEXT_ONLY for row in rows):
+        found.add(("rows", "with and without images"))
+    if any(len(row) > 1 for row in rows):
+        found.add(("rows", "packed"))
+    if len(case["steps"]) > 1:
+        found.add(("steps", "several"))
+
+    layers = case.get("layers") or []
+    if len(set(layers)) > 1:
+        found.add(("layers", "uneven"))
+    if 0 in layers:
+        found.add(("layers", "an empty stage or chunk"))
+    return found
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One case of the parity table."""
-
     ranks: int
     case: dict[str, Any]
     in_make_test: bool
     """Whether ``make test`` runs it; the others are in ``make test-full``."""
-
-    @property
-    def test(self) -> str:
-        """The test's parameter, as pytest writes it."""
-        return f"{self.ranks}-{self.case['name']}"
 
     @cached_property
     def settings(self) -> set[tuple[str, str]]:
         return settings(self.case)
 
     def value(self, field: str, default: Any = 1) -> Any:
-        """Returns a setting, or ``default`` if the case leaves it out."""
         return self.case.get(field, default)
 
     @property
@@ -58,9 +72,8 @@ class Entry:
 
     def recomputes(self, kind: str, *modules: str) -> bool:
         """Whether the language model's recompute is of this kind and covers all of these modules."""
-        recompute = self.value("recompute", {})
-        chosen = recompute.get("language_modules", ["core_attn"])
-        return recompute.get("language") == kind and set(modules) <= set(chosen)
+        recompute = {"language_modules": ["core_attn"], "language": "none"} | self.value("recompute", {})
+        return recompute["language"] == kind and set(modules) <= set(recompute["language_modules"])
 
 
 Features = dict[str, Callable[[Entry], bool]]
@@ -129,11 +142,8 @@ EXPERTS_ALONE = ("Expert parallel (EP)", "Expert tensor parallel (ETP)", BALANCI
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """All cases of the table."""
     return tuple(
-        Entry(ranks, case, case["name"] in chosen_by_make_test())
-        for ranks, cases in CASES.items()
-        for case in cases
+        Entry(ranks, case, case["name"] in QUICK) for ranks, cases in CASES.items() for case in cases
     )
 
 
@@ -141,9 +151,6 @@ def proving(feature: Callable[[Entry], bool], family: str) -> list[Entry]:
     """Lists the cases that prove a cell: those of ``make test`` first, and those with few settings first."""
     found = [entry for entry in entries() if entry.case["family"] == family and feature(entry)]
     return sorted(found, key=lambda entry: (not entry.in_make_test, len(entry.settings), entry.ranks))
-
-
-# --- What other tests prove ---------------------------------------------------------------------------------
 
 
 EVERY = (Q2, Q25, Q3, MOE, Q35, MOE35)
@@ -206,7 +213,7 @@ PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
         "tests/toolkit/test_generate.py::test_generate_equals_transformers_with_its_own_processor": GENERATING
     },
     "`evaluate` gives the model what its own processor makes of a video": {
-        "tests/toolkit/test_evaluate_sets.py::test_videos_are_encoded_as_by_the_checkpoints_processor": (
+        "tests/toolkit/test_evaluate.py::test_videos_are_encoded_as_by_the_checkpoints_processor": (
             *DENSE,
             Q35,
         )
@@ -216,8 +223,6 @@ PROOFS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
-
-# --- Markdown -----------------------------------------------------------------------------------------------
 
 INTRODUCTION = f"""\
 - A number counts the cases of the parity table that have the feature. In each of them, loss and gradients
@@ -237,12 +242,10 @@ every setting, `make test-full` all {sum(map(len, CASES.values()))}.
 
 
 def markdown() -> str:
-    """What the site's page ``support-matrix.md`` says after its introduction."""
     parts = [INTRODUCTION]
     for title, features in SECTIONS.items():
         rows = [
-            [name, *(_count(name, feature, family) for family in FAMILIES)]
-            for name, feature in features.items()
+            [name, *(_count(name, each, family) for family in FAMILIES)] for name, each in features.items()
         ]
         parts += [f"## {title}\n", _table(["", *FAMILIES.values()], rows)]
 
@@ -273,21 +276,16 @@ def _mark(feature: str, family: str) -> str:
 
 
 def _cases(family: str) -> list[list[str]]:
-    """Lists feature, test and ``make`` target of each proven cell of a family."""
     rows = []
     for features in SECTIONS.values():
         for name, feature in features.items():
             found = proving(feature, family)
             if found:
-                target = "make test" if found[0].in_make_test else "make test-full"
-                rows.append([name, f"`{found[0].test}`", f"`{target}`"])
+                first, target = found[0], "make test" if found[0].in_make_test else "make test-full"
+                rows.append([name, f"`{first.ranks}-{first.case['name']}`", f"`{target}`"])
     return rows
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown())

@@ -1,7 +1,6 @@
 """Loss and gradients of every layout equal those of transformers, in real groups of processes.
 
-One group is started for each number of ranks and runs all of that number's chosen cases; each test reads its
-case's result.
+One group for each number of ranks runs all of that number's chosen cases; each test reads its case's result.
 """
 
 import json
@@ -21,21 +20,15 @@ from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import ParityCase, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-from .cases import CASES, SEEDS, chosen_by_make_test
+from .cases import CASES, PLAIN_CASES, QUICK, SEEDS
+from .matrix import settings
 from .training import TableCase
 
-NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
-
-
-def table() -> list[Any]:
-    """(ranks, name) of every case; those that ``make test`` does not run are marked ``full``."""
-    return [
-        pytest.param(
-            ranks, name, marks=[pytest.mark.full] * (name not in chosen_by_make_test()), id=f"{ranks}-{name}"
-        )
-        for ranks, entries in CASES.items()
-        for name in (entry["name"] for entry in entries)
-    ]
+NAMES = [(ranks, entry["name"]) for ranks, entries in CASES.items() for entry in entries]
+TABLE = [
+    pytest.param(ranks, name, marks=[pytest.mark.full] * (name not in QUICK), id=f"{ranks}-{name}")
+    for ranks, name in NAMES
+]
 
 
 @pytest.fixture(scope="session")
@@ -86,21 +79,17 @@ def _is_case(item: pytest.Item) -> bool:
 
 
 def run_cases(cases: Sequence[ParityCase], ranks: int, folder: Path) -> dict[str, Any]:
-    """Runs cases in one group and maps names to results.
-
-    Cases that the group did not reach are missing. The entry ``log`` is the end of the group's output.
-    """
+    """Results of one group by name. Cases that it did not reach are missing; ``log`` is its output."""
     folder.mkdir()
-    given, out = folder / "cases.json", folder / "results.json"
-    write_cases(cases, given)
-    words = [given, out, folder.parent / "references"]
+    write_cases(cases, given := folder / "cases.json")
+    words = [given, out := folder / "results.json", folder.parent / "references"]
     done = run_module("tests.parity.collective_orders", words, ranks, timeout_s=1800)
     results = json.loads(out.read_text()) if out.exists() else {}
     return results | {"log": done.stdout[-4000:] + done.stderr[-20000:]}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "name"), table())
+@pytest.mark.parametrize(("ranks", "name"), TABLE)
 def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: str) -> None:
     results = run_group(ranks)
     assert name in results, f"the group of {ranks} ranks ended before this case:\n{results['log']}"
@@ -121,5 +110,9 @@ def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: st
     assert result["ok"], result.get("state")
 
 
-def test_names_of_cases_are_unique() -> None:
-    assert len(set(NAMES)) == len(NAMES)
+def test_names_of_cases_are_unique_and_quick_ones_have_every_setting() -> None:
+    assert len({name for _, name in NAMES}) == len(NAMES)
+    cases = [entry for entries in CASES.values() for entry in entries]
+    plain = [entry for entries in PLAIN_CASES.values() for entry in entries]
+    held = set().union(*(settings(entry) for entry in cases if entry["name"] in QUICK))
+    assert set().union(*map(settings, plain)) <= held

@@ -1,8 +1,6 @@
 """Compares a short training, including the optimizer, with ``transformers`` and torch's AdamW.
 
-Both sides train on the same samples. Weights and moments are compared after a round trip through the
-trainer's checkpoint, which is read back as full tensors. This checks both that the optimizer steps correctly
-and that nothing is lost or misplaced on disk.
+Weights and moments are compared after a round trip through the trainer's checkpoint.
 """
 
 import dataclasses
@@ -47,19 +45,13 @@ fp64 (small Qwen3-VL; 4e-5 for Qwen2.5-VL)."""
 
 @dataclass
 class TableCase(ParityCase):
-    """A case that may be a training."""
-
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
 
 
 def run_training(case: TableCase, platform: Platform) -> dict[str, Any]:
-    """Trains in the layout of a case and compares with the reference. Collective.
-
-    Returns:
-        On rank 0, {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": {kind: (worst tensor,
-        its error)}}.
-    """
+    """Trains in the layout of a case. Collective. Rank 0 returns {"ok", "steps": [{loss, reference,
+    loss_error, norm_error}], "state": {kind: (worst tensor, its error)}}."""
     spec = read_spec(case.hf)
     step_samples = [draw_samples(kinds, spec, number, case) for number, kinds in enumerate(case.steps)]
     run_dir = Path(broadcast_from_rank_0(lambda: tempfile.mkdtemp(prefix="parity-checkpoint-")))
@@ -138,7 +130,6 @@ def compare_checkpoint(step_dir: Path, reference_dir: Path) -> dict[str, tuple[s
 def read_full_state(
     optimizer_reader: OptimizerStateReader, tensor_info: TensorInfo, state_kind: str
 ) -> Tensor:
-    """Reads the optimizer state of a whole tensor."""
     experts: list[int | None] = [*range(tensor_info.num_experts)] or [None]
     numel = torch.Size(tensor_info.shape[1:] if tensor_info.num_experts else tensor_info.shape).numel()
     read = partial(optimizer_reader.read_range, tensor_info, state_kind, 0, UNSHARDED, 0, numel)

@@ -1,9 +1,6 @@
 """Builds the model of any run, stage by stage, in one process without memory, a GPU or other ranks.
 
-It is the reference of the memory estimate and of the tensor table.
-
-Modules are made on torch's meta device, and the process groups are torch's fake ones, which can take the role
-of every rank. Apart from that, it builds what the trainer builds, with the modules of the CPU platform.
+Modules are made on torch's meta device, in torch's fake process groups, with the modules of the CPU platform.
 """
 
 from dataclasses import dataclass, replace
@@ -22,10 +19,9 @@ from megatron_vl.spec.layout import Layout
 
 @dataclass(frozen=True)
 class BuiltTensor:
-    """One parameter of a rank."""
+    """One parameter of a rank, under its canonical name."""
 
     tensor_name: str
-    """Canonical name."""
     tensor_shape: tuple[int, ...]
     is_trained: bool
 
@@ -53,27 +49,13 @@ class _MetaDeviceMode(TorchFunctionMode):
 
 
 def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[list[BuiltTensor]]:
-    """The parameters of tensor rank 0 of each pipeline stage, taken from the real modules.
-
-    Raises:
-        RunConfigError, LayoutError: the run is impossible.
-        RuntimeError: modules and tensor table disagree, or a process group already exists.
-    """
+    """The parameters of tensor rank 0 of each pipeline stage, taken from the real modules."""
     validate_config(config, world_size)
     layout = run_layout(config, spec, world_size)
-    config = without_cuda(config)
+    # Without CUDA-only settings that change no parameter, because the CPU platform refuses them.
+    modules = [module for module in config.recompute.language_modules if module != "layernorm"]
+    config = replace(config, fp8=Fp8Config(), recompute=replace(config.recompute, language_modules=modules))
     return [_build_rank(config, spec, layout, stage, world_size) for stage in range(layout.pp)]
-
-
-def without_cuda(config: TrainConfig) -> TrainConfig:
-    """The run without CUDA-only settings that change no parameter, because the CPU platform refuses them."""
-    recompute_config = config.recompute
-    language_modules = [module for module in recompute_config.language_modules if module != "layernorm"]
-    return replace(
-        config,
-        fp8=Fp8Config(),
-        recompute=replace(recompute_config, language_modules=language_modules),
-    )
 
 
 def _build_rank(
@@ -94,14 +76,8 @@ def _build_rank(
         grid = make_grid(layout)
         assert (grid.pp_rank, grid.tp_rank, grid.dp_rank) == (pipeline_stage, 0, 0)
         with _MetaDeviceMode():
-            _, live_tensors = build_model(
-                config, spec, layout, meta_platform, grid, pixel_norm=HALF_PIXEL_NORM
-            )
-
-        built_tensors: list[BuiltTensor] = []
-        for name, parameter, _ in live_tensors:
-            built_tensors.append(BuiltTensor(name, tuple(parameter.shape), parameter.requires_grad))
-        return built_tensors
+            _, live = build_model(config, spec, layout, meta_platform, grid, pixel_norm=HALF_PIXEL_NORM)
+        return [BuiltTensor(name, tuple(each.shape), each.requires_grad) for name, each, _ in live]
     finally:
         from megatron.core import parallel_state as mpu
 

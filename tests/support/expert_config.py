@@ -6,11 +6,7 @@ import torch.nn.functional as F
 
 
 def expert_config(hidden: int, ffn: int, experts: int, **more: Any) -> Any:
-    """SwiGLU experts without biases. Call ``get_platform`` first, since this imports Megatron-core.
-
-    Args:
-        more: further fields of ``TransformerConfig``.
-    """
+    """SwiGLU experts without biases. Call ``get_platform`` first, since this imports Megatron-core."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(

@@ -24,12 +24,8 @@ import torch
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 
 
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+def send(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
 
 
 def stop_loader() -> None:
@@ -45,13 +41,8 @@ def kill_loader() -> None:
     psutil.Process().children()[-1].kill()
 
 
-def exhaust() -> None:
-    """The main thread allocates until there is no more."""
-    os.kill(os.getpid(), signal.SIGUSR2)
-
-
 def exhaust_gpu() -> None:
-    """A thread takes all memory of the GPU, what steps leave in the allocator's cache included."""
+    """A thread takes all memory of the GPU, the allocator's cache included."""
     # A new thread begins on the first GPU, whatever the main thread has chosen.
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     held: list[torch.Tensor] = []
@@ -76,6 +67,7 @@ def slow_disk() -> None:
 
 
 def take_all(number: int, frame: FrameType | None) -> None:
+    """The main thread allocates until there is no more."""
     most = psutil.Process().memory_info().vms + (256 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     held = []
@@ -84,13 +76,10 @@ def take_all(number: int, frame: FrameType | None) -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    "kill": kill,
-    "stop": stop,
-    "stop_loader": stop_loader,
-    "kill_loader": kill_loader,
-    "exhaust": exhaust,
-    "exhaust_gpu": exhaust_gpu,
-    "slow_disk": slow_disk,
+    "kill": send(signal.SIGKILL),
+    "stop": send(signal.SIGSTOP),
+    "exhaust": send(signal.SIGUSR2),
+    **{fault.__name__: fault for fault in (stop_loader, kill_loader, exhaust_gpu, slow_disk)},
 }
 
 

@@ -18,11 +18,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 
 
 def config_of(options: str) -> TrainConfig:
-    """What :func:`megatron_vl.config.parse_config` makes of valid options, whose parser takes 0.1 s.
-
-    Args:
-        options: pairs of a field's name and its value in YAML, without spaces in either.
-    """
+    """The run of valid options, names and values in turn, for which ``parse_config`` takes 0.1 s."""
     config, words = TrainConfig(), options.split()
     for name, value in zip(words[::2], map(yaml.safe_load, words[1::2]), strict=True):
         section, _, field = name.removeprefix("--").rpartition(".")
@@ -35,11 +31,6 @@ def config_of(options: str) -> TrainConfig:
 def predict_run(
     config: TrainConfig, spec: ModelSpec, world_size: int, gpu: Gpu | None = None
 ) -> RunPrediction:
-    """Predicts a run under its own layout.
-
-    Raises:
-        RunConfigError, LayoutError: the run is impossible.
-    """
     return predict_layout(config, spec, world_size, run_layout(config, spec, world_size), gpu)
 
 
@@ -56,11 +47,8 @@ def planned_run(config: TrainConfig, spec: ModelSpec, world_size: int) -> Resolv
 def estimate_stage_memory(
     config: TrainConfig, spec: ModelSpec, world_size: int, patches: int | None = None
 ) -> list[StageMemory]:
-    """The peak memory of each pipeline stage of a run under its own layout, first stage first.
-
-    Args:
-        patches: those of the fullest row, of whose tokens all have a loss; None: as many as it can hold.
-    """
+    """The peak memory of each pipeline stage of a run under its own layout. The fullest row has ``patches``
+    (None: as many as it can hold), and all of its tokens have a loss."""
     layout, seq_len = run_layout(config, spec, world_size), config.data.seq_len
     row = None if patches is None else RowSizes(seq_len, 0, seq_len, patches)
     return [*stage_memories(config, spec, layout, validate_config(config, world_size), row)]

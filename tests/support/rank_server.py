@@ -1,12 +1,8 @@
-"""Imports the training stack once and forks ranks from that process.
+"""Imports the training stack, which takes four seconds of processor time, once, and forks ranks.
 
-    python -m tests.support.rank_server SOCKET
-
-Importing torch, Megatron-core and transformers costs over four seconds of processor time; a fork costs a
-hundredth of that. The server itself never uses the platform, a process group or a data set, so a forked
-process is in the same state as a new one. It reads one pickled :class:`Job` after another from the socket
-(both ends belong to the same test process), runs it to its end and answers with an :class:`Outcome`. Like
-torchrun, it ends the other ranks when one fails.
+The server itself never uses the platform, a process group or a data set, so a fork of it is like a new
+process. It runs one pickled :class:`Job` after another from the socket and answers with an :class:`Outcome`.
+Like torchrun, it ends the other ranks when one fails.
 """
 
 import atexit
@@ -29,31 +25,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-PRELOADED = (
-    "megatron_vl.train",
-    "megatron_vl.training.resolve",
-    "megatron_vl.training.trainer",
-    "megatron_vl.training.missing_sizes",
-    "megatron_vl.training.passes",
-    "megatron.core.models.mimo",
-    "megatron_vl.data.loader",
-    "megatron_vl.data.row_loader",
-    "toolkit.parity.worker",
-    "toolkit.cli",
-    "data_tools.convert",
-    "pytest",
-    "tests.support.tiny_run",
-    "transformers.models.qwen2.tokenization_qwen2",
-    "transformers.models.qwen2_vl.modeling_qwen2_vl",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
-    "transformers.models.qwen3_vl.modeling_qwen3_vl",
-    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe",
-)
+PRELOADED = """
+megatron_vl.train megatron_vl.training.resolve megatron_vl.training.trainer megatron_vl.training.missing_sizes
+megatron_vl.training.passes megatron.core.models.mimo megatron_vl.data.loader megatron_vl.data.row_loader
+toolkit.parity.worker toolkit.cli data_tools.convert pytest tests.support.tiny_run
+transformers.models.qwen2.tokenization_qwen2 transformers.models.qwen2_vl.modeling_qwen2_vl
+transformers.models.qwen2_5_vl.modeling_qwen2_5_vl transformers.models.qwen3_vl.modeling_qwen3_vl
+transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe
+""".split()
 """Modules imported before the first fork. A rank imports any further module itself."""
 
 STACKS_S = 3.0
 """Seconds before the end of a job's time at which its ranks print the stacks of all their threads."""
-
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for the peers of a rank that failed; torchrun waits 30."""
 
@@ -64,23 +47,20 @@ class Job:
 
     ranks: int
     environment: dict[str, str]
-    """The whole environment of each rank, except the variables that say which rank it is."""
-    folder: str
-    """An empty folder for ``stdout``, ``stderr`` and ``result.json``."""
+    """That of each rank, without the variables that say which rank it is."""
+    folder: str  # for ``stdout``, ``stderr`` and ``result.json``
     cwd: str
     timeout_s: float
-    port: int
-    """A free TCP port for the group's rendezvous."""
+    port: int  # of the group's rendezvous
     module: str = ""
     arguments: list[Any] = field(default_factory=list)
     function: tuple[str, str] = ("", "")
     """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
     variables: dict[str, Any] = field(default_factory=dict)
     is_group: bool = True
-    """Whether the processes are ranks. If not, there is one, which has a user's environment."""
+    """If not, there is one process, which has a user's environment."""
     apart: bool = False
-    """Whether to run the ranks as on different nodes: if one fails, the others are not ended, and each rank
-    writes to its own ``stderr_N``."""
+    """As on different nodes: if one fails, the others are not ended, and each writes to its ``stderr_N``."""
     one_node: bool = False
     """With ``apart``, whether the ranks know that they share a node, so that only one prints a message."""
     folders: dict[int, str] = field(default_factory=dict)
@@ -91,8 +71,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a group of ranks."""
-
     exit_codes: list[int]
     """By rank; -N for signal N."""
     timed_out: bool
@@ -101,7 +79,6 @@ class Outcome:
 
 
 def main(descriptor: int) -> None:
-    """Serves until the other end closes."""
     gc.disable()  # a third of the time of these imports
     for name in PRELOADED:
         importlib.import_module(name)
@@ -125,14 +102,15 @@ def main(descriptor: int) -> None:
 
 
 def _run(job: Job, connection: Connection) -> Outcome:
-    """Forks the ranks and waits for the last of them."""
-    running = {_fork(job, rank, connection): rank for rank in range(job.ranks)}
-    exit_codes = [0] * job.ranks
-    ended_at = [0.0] * job.ranks
-
-    ends_at = time.monotonic() + job.timeout_s
-    failed_at = None
-    timed_out = False
+    running = {}
+    for rank in range(job.ranks):
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _be_rank(job, rank)
+        running[pid] = rank
+    exit_codes, ended_at = [0] * job.ranks, [0.0] * job.ranks
+    ends_at, failed_at, timed_out = time.monotonic() + job.timeout_s, None, False
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
@@ -143,8 +121,7 @@ def _run(job: Job, connection: Connection) -> Outcome:
                 _signal_all(running, signal.SIGTERM)
             continue
 
-        if time.monotonic() > ends_at:
-            timed_out = True
+        timed_out |= time.monotonic() > ends_at
         if timed_out or (failed_at is not None and time.monotonic() > failed_at + GRACE_S):
             _signal_all(running, signal.SIGKILL)
         time.sleep(0.005)
@@ -158,27 +135,16 @@ def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _fork(job: Job, rank: int, connection: Connection) -> int:
-    """Returns the process id of a new rank. In the rank itself, this never returns."""
-    pid = os.fork()
-    if pid == 0:
-        connection.close()
-        _be_rank(job, rank)
-    return pid
-
-
 def _be_rank(job: Job, rank: int) -> NoReturn:
     """Runs the job as this rank and exits with the code that a separate Python program would have."""
     code = 1
     try:
         _prepare(job, rank)
         code = _execute(job, rank)
-
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException:
         traceback.print_exc()
-
     finally:
         # Do what the interpreter does at its end. os._exit then skips the server's own exit handlers.
         with contextlib.suppress(Exception):
@@ -192,7 +158,7 @@ def _be_rank(job: Job, rank: int) -> NoReturn:
 
 
 def _prepare(job: Job, rank: int) -> None:
-    """Sets environment, working folder and output of a rank as a launcher would."""
+    """Sets environment, working folder and output as a launcher would."""
     identity = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -220,9 +186,8 @@ def _prepare(job: Job, rank: int) -> None:
         faulthandler.dump_traceback_later(job.timeout_s - STACKS_S)  # a rank that hangs then shows where
     sys.path.insert(0, job.cwd)
 
-    if rank in job.file_bytes:
-        limits = (job.file_bytes[rank], job.file_bytes[rank])
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    if limit := job.file_bytes.get(rank):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
 def _execute(job: Job, rank: int) -> int:
@@ -242,11 +207,9 @@ def _execute(job: Job, rank: int) -> int:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """Returns the exit code that the interpreter derives from ``sys.exit``."""
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code & 0xFF
+    """The exit code that the interpreter derives from ``sys.exit``."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
     print(error.code, file=sys.stderr)
     return 1
 

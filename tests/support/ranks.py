@@ -1,8 +1,6 @@
 """Runs programs and functions in processes that a server forks (:mod:`.rank_server`).
 
-The server has imported the stack. A rank needs its own process, because the CPU platform changes torch
-globally and groups of ranks are groups of processes. Tests of the start itself (signals, kills, the launcher,
-the demo) start new processes instead.
+Tests of the start itself (signals, kills, the launcher, the demo) start new processes instead.
 """
 
 import atexit
@@ -37,19 +35,13 @@ _jobs = count()
 
 
 def python_path() -> str:
-    """Returns ``PYTHONPATH`` for processes that the tests start.
-
-    The checkout comes first, then the tests' own ``PYTHONPATH``, which may name another Megatron-core.
-    """
+    """``PYTHONPATH``: the checkout, then the tests' own, which may name another Megatron-core."""
     return os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def in_ranks(ranks: int | Callable[[dict[str, Any]], int] = 1) -> Callable[..., Any]:
-    """Marks a test whose body runs in each of ``ranks`` processes, where its assertions are checked.
-
-    Its fixtures and parameters must be picklable. ``ranks`` may be a function of them. All ranks get those of
-    this process; what only rank 0 may check, such as files, begins with ``if dist.get_rank() == 0``.
-    """
+    """Marks a test whose body runs in each of ``ranks`` processes (perhaps a function of its fixtures and
+    parameters, which must be picklable), where its assertions are checked."""
 
     def decorate(body: Callable[..., None]) -> Any:
         @wraps(body)
@@ -68,14 +60,7 @@ def in_ranks(ranks: int | Callable[[dict[str, Any]], int] = 1) -> Callable[..., 
 def run_module(
     module: str, arguments: Sequence[str | Path] = (), ranks: int = 1, *, timeout_s: float = 600, **job: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``ranks`` processes and waits for their end.
-
-    Args:
-        job: ``environment`` and ``cwd`` of the processes, and ``is_group``: whether they are ranks.
-
-    Raises:
-        subprocess.TimeoutExpired: the ranks were still running after ``timeout_s`` seconds and were killed.
-    """
+    """Runs ``python -m module arguments`` in ``ranks`` processes, with further fields of :class:`Job`."""
     words = [module, *map(str, arguments)]
     outcome, folder = _run(ranks, timeout_s, module=module, arguments=words[1:], **job)
     if outcome.timed_out:
@@ -86,7 +71,7 @@ def run_module(
 def run_function(
     function: Callable[..., Any], arguments: Sequence[object], ranks: int
 ) -> subprocess.CompletedProcess[str]:
-    """Calls a function in ``ranks`` processes, which may fail or exit, and waits for their end."""
+    """Calls a function in ``ranks`` processes, which may fail or exit."""
     named = (function.__module__, function.__name__)
     outcome, folder = _run(ranks, function=named, arguments=list(arguments))
     assert not outcome.timed_out, f"{function.__name__} has not ended:\n{folder['stderr']}"
@@ -114,8 +99,6 @@ def run_group(
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a rank."""
-
     code: int
     """Exit code; -N for signal N."""
     stderr: str
@@ -135,17 +118,7 @@ def run_apart(
     one_node: bool = False,
     timeout_s: float = 300,
 ) -> list[Ended]:
-    """Runs a module or a function as ranks on different nodes: if one fails, the others go on.
-
-    Args:
-        program: as by ``python -m program arguments``, or a function that gets the arguments.
-        folders: maps ranks to their working folders.
-        file_bytes: maps ranks to the largest size of a file that they may write, in bytes.
-        one_node: the ranks know that they share a node, so that only one of them prints a message.
-
-    Raises:
-        AssertionError: some ranks were still running after ``timeout_s`` seconds and were killed.
-    """
+    """Runs a module or a function as ranks on different nodes: if one fails, the others go on."""
     work: dict[str, Any] = {"folders": {rank: str(path) for rank, path in (folders or {}).items()}}
     if isinstance(program, str):
         work |= {"module": program, "arguments": list(map(str, arguments))}
@@ -167,16 +140,11 @@ def call(
     timeout_s: float = 600,
     **variables: Any,
 ) -> Any:
-    """Calls ``function(**variables)`` in each of ``ranks`` processes.
-
-    Returns:
-        The result of rank 0, which must be of JSON's types.
-    """
+    """Calls ``function(**variables)`` in ``ranks`` processes. Returns rank 0's result, as JSON has it."""
     named = (function.__module__, function.__name__)
     outcome, folder = _run(ranks, timeout_s, environment, function=named, variables=variables)
-    assert not any(outcome.exit_codes), (
-        f"exit codes {outcome.exit_codes}:\n{folder['stdout'][-2000:]}\n{folder['stderr'][-6000:]}"
-    )
+    ends = f"{folder['stdout'][-2000:]}\n{folder['stderr'][-6000:]}"
+    assert not any(outcome.exit_codes), f"exit codes {outcome.exit_codes}:\n{ends}"
     return json.loads(folder["result.json"])
 
 
@@ -187,7 +155,6 @@ def _run(
     cwd: Path | None = None,
     **work: Any,
 ) -> tuple[Outcome, dict[str, str]]:
-    """Runs a job. Returns its end and, by name, the content of the files that it has written."""
     assert allowed, "a test that starts ranks needs the mark `ranks`"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
@@ -202,16 +169,12 @@ def _run(
 
 @cache
 def _server(triton_interpret: str) -> Connection:
-    """Starts a server that ends with this test process, and returns a connection to it.
-
-    Each value of TRITON_INTERPRET needs its own server, because Triton reads it when it is imported.
-    """
+    """A connection to a new server, which ends with this process. Triton reads the variable at its import."""
     ours, theirs = socket.socketpair()
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
-    environment = {**os.environ, **variables}
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.rank_server", str(theirs.fileno())],
-        env=environment,
+        env={**os.environ, **variables},
         cwd=REPOSITORY,
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
@@ -230,10 +193,8 @@ def _server(triton_interpret: str) -> Connection:
 
 
 def _free_port() -> int:
-    """Returns a free port of this process's block."""
-    first = _block_of_ports()
     while True:
-        port = first + next(_jobs) % PORTS
+        port = _block_of_ports() + next(_jobs) % PORTS
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
@@ -241,25 +202,20 @@ def _free_port() -> int:
 
 @cache
 def _block_of_ports() -> int:
-    """Reserves ``PORTS`` ports for this process and returns the first one.
+    """Reserves ``PORTS`` ports by an abstract Unix socket, which ends with this process; returns the first.
 
-    They lie below those that the kernel assigns, so a port that is free stays free until a rank binds it. The
-    reservation is an abstract Unix socket: no two processes can have the same, and it ends with the process.
+    They lie below those that the kernel assigns, so a free one stays free until a rank binds it.
     """
+    mark = socket.socket(socket.AF_UNIX)
+    atexit.register(mark.close)
     for first in range(FIRST_PORT, LAST_PORT, PORTS):
-        mark = socket.socket(socket.AF_UNIX)
-        try:
+        with contextlib.suppress(OSError):
             mark.bind(f"\0megatron_vl_tests_ports_{first}")
-        except OSError:
-            mark.close()
-            continue
-        atexit.register(mark.close)
-        return first
+            return first
     raise AssertionError("other processes have reserved all ports")
 
 
 def _first_failure(outcome: Outcome) -> int:
-    """Returns a group's exit code: that of a single process; of several, 1 if any failed, like torchrun."""
-    if len(outcome.exit_codes) == 1:
-        return outcome.exit_codes[0]
-    return int(any(outcome.exit_codes))
+    """A group's exit code: that of a single process; of several, 1 if any failed, like torchrun."""
+    codes = outcome.exit_codes
+    return codes[0] if len(codes) == 1 else int(any(codes))

@@ -25,20 +25,16 @@ LAYOUT = "--parallel.tp 2 --parallel.pp 2 --parallel.layers [1,3] --parallel.seq
 
 
 def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0) -> dict[str, Path]:
-    """Writes a data set of images and text to ``folder``, and the weights of ``hf`` in a layout that
-    no run has."""
+    """Writes a data set of images and text, and the weights of ``hf`` in a layout that no run has."""
     (folder / "media").mkdir(parents=True)
     records = []
     for i in range(samples):
-        name = f"{i}.png"
         question = "<image>\nWhat is this?" if i % 4 else "Hello, how are you?"
-        record: dict[str, Any] = {
-            "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": f"Number {i}."}]
-        }
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": f"Number {i}."}]
+        records.append({"conversations": turns} | ({"image": f"{i}.png"} if i % 4 else {}))
         if i % 4:
-            (folder / "media" / name).write_bytes(encoded(60 + 14 * (i % 5), 80 + 28 * (i % 3), seed=i))
-            record["image"] = name
-        records.append(record)
+            image = encoded(60 + 14 * (i % 5), 80 + 28 * (i % 3), seed=i)
+            (folder / "media" / f"{i}.png").write_bytes(image)
 
     (folder / "data.json").write_text(json.dumps(records))
     options = ConversionOptions(
@@ -58,7 +54,6 @@ def command(prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4,
 
 
 def torchrun(ranks: int) -> list[str]:
-    """The first words of a command that starts ranks on this machine."""
     return [sys.executable, *f"-m torch.distributed.run --standalone --nproc-per-node {ranks}".split()]
 
 
@@ -78,7 +73,6 @@ def environment() -> dict[str, str]:
 def train(
     prepared: dict[str, Path], run: Path, *options: str, ranks: int = 4, steps: int = 6
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the trainer to its end."""
     arguments = options_of(prepared, run, *options, steps=steps)
     return run_module("megatron_vl.train", arguments, ranks, cwd=prepared["folder"])
 
@@ -98,10 +92,7 @@ def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 
 def trainings(prepared: dict[str, Path], *starts: tuple[Path, list[str]]) -> list[str]:
-    """Starts the trainer again and again in one process, each time with a run's folder and its options.
-
-    Returns the output of each start, and the message that it ended with.
-    """
+    """The outputs of a process that trains again and again, each with the message that a start ended with."""
     return call(what_trainings_say, starts=[options_of(prepared, run, *options) for run, options in starts])
 
 

@@ -47,22 +47,14 @@ ROWS = 2
 
 
 def join(platform_name: str = "cpu") -> Platform:
-    """Joins the process group of the ranks."""
     platform = get_platform(platform_name)
     torch.set_num_threads(1)
     init_distributed(platform)
     return platform
 
 
-# --- In any layout, on any samples -------------------------------------------------------------------------
-
-
 def trainer_of(hf: str | Path, seq_len: int = 192, platform_name: str = "cpu", **fields: Any) -> Trainer:
-    """A trainer with the weights of ``hf``, without rows of its own. Collective.
-
-    Args:
-        fields: those of :class:`~toolkit.parity.case.ParityCase`: the layout, LoRA, recompute, ...
-    """
+    """A trainer with the weights of ``hf`` and the fields of a :class:`~toolkit.parity.case.ParityCase`."""
     platform = join(platform_name)
     return build_case(ParityCase("case", str(hf), "", [], seq_len=seq_len, **fields), platform)
 
@@ -102,9 +94,8 @@ def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
         return {}
 
     folder = step_dir_path(run, step)
-    files = {
-        name.removeprefix("optimizer/"): facts for name, facts in read_run_metadata(folder)["files"].items()
-    }
+    listed = read_run_metadata(folder)["files"].items()
+    files = {name.removeprefix("optimizer/"): facts for name, facts in listed}
     state = OptimizerStateReader(folder / "optimizer", files, trainer.layout.sharding)
     reader, found = WeightReader(folder / "weights", takes_lora=True), {}
     for name, info in reader.tensor_infos.items():
@@ -124,39 +115,31 @@ def optimizer_state(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
-    """Weights and optimizer state of this rank."""
     weights = {f"weight/{live.tensor_name}": live.parameter.detach().clone() for live in trainer.live_tensors}
     return weights | optimizer_state(trainer)
 
 
 def as_saved(tensors: dict[str, Tensor]) -> dict[str, SavedTensor]:
-    """Tensors in the form in which a checkpoint writes them."""
     return {key: SavedTensor(each.dtype, each.numel(), each.view(-1).clone) for key, each in tensors.items()}
 
 
 def load(trainer: Trainer, run: Path, step: int = 2) -> None:
     """Restores a saved step. Collective."""
-    place = {"spec": trainer.spec, "grid": trainer.grid}
     parts = {"live_tensors": trainer.saved_tensors, "optimizer": trainer.optimizer}
-    load_checkpoint(step_dir_path(run, step), **parts, **place)
+    load_checkpoint(step_dir_path(run, step), **parts, spec=trainer.spec, grid=trainer.grid)
 
 
 def differences(tensors: dict[str, Tensor], others: dict[str, Tensor]) -> list[str]:
     """Names of tensors that differ by a bit, or that only one of the two has."""
-    changed = [
-        name for name in tensors.keys() & others.keys() if not torch.equal(tensors[name], others[name])
-    ]
-    return sorted({*changed, *(tensors.keys() ^ others.keys())})
+    common = tensors.keys() & others.keys()
+    changed = {name for name in common if not torch.equal(tensors[name], others[name])}
+    return sorted(changed | (tensors.keys() ^ others.keys()))
 
 
 def gather(value: Any) -> list[Any]:
-    """The values of all ranks, on all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-# --- With random weights and rows of its own ----------------------------------------------------------------
 
 
 class TinyTrainer(Trainer):
@@ -171,7 +154,6 @@ class TinyTrainer(Trainer):
         return itertools.cycle([self.row_of("image"), self.row_of("text")])
 
     def row_of(self, *kinds: str) -> TrainingRow:
-        """A row of one sample of each kind."""
         return pack_row([make_sample(kind, self.spec, 0) for kind in kinds], self.spec, SEQ_LEN)
 
     def device_row(self, *kinds: str, seq_len: int = SEQ_LEN) -> Any:
@@ -181,7 +163,6 @@ class TinyTrainer(Trainer):
 
     @property
     def chunks(self) -> list[Any]:
-        """This rank's chunks without DDP."""
         return [chunk.module for chunk in self.model_chunks]
 
     def run_step(self, number: int = 0) -> StepResult:
@@ -190,7 +171,6 @@ class TinyTrainer(Trainer):
         return self.train_step(self.batches.next_batch())
 
     def feed_of(self, rows: Iterable[Any], count: int) -> BatchBroadcast:
-        """Makes a feed of other rows, ``count`` of them per step."""
         return BatchBroadcast(self.grid, self.platform, iter(rows), count, spec=self.spec)
 
     def again(self, **sections: Any) -> TinyTrainer:
@@ -201,12 +181,7 @@ class TinyTrainer(Trainer):
 def tiny_trainer(
     hf: str | Path, dtype: str = "float32", pp: int = 1, freeze_language: bool = False, **optimizer: Any
 ) -> TinyTrainer:
-    """Makes a trainer whose rows alternate between image and text.
-
-    Args:
-        freeze_language: whether the vision tower and the merger alone are trained.
-        optimizer: fields of :class:`OptimizerConfig` that override the defaults here.
-    """
+    """A trainer whose rows alternate between image and text; ``optimizer`` are fields of its config."""
     join()
     rates = {"lr": 1e-3, "vision_lr": 5e-4, "merger_lr": 2e-4, "weight_decay": 0.1, "schedule": "constant"}
     config = TrainConfig(

@@ -33,15 +33,14 @@ def out(tmp_path_factory) -> Path:
     return converted(folder, [*records, missing])[0]
 
 
-def _words(out: Path, *more: str) -> list[str]:
-    pixels = ["--data.min_pixels", "3136", "--data.max_pixels", str(28 * 28 * 24)]
-    folder = str(tiny_checkpoint("qwen2_5_vl"))
-    named = ["--data.path", str(out), "--model.hf", folder, "--data.seq_len", "512", *pixels]
-    return ["data", "show", *named, *more]
+def show(out: Path, *more: str) -> int:
+    words = ["--data.path", str(out), "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
+    words += ["--data.seq_len", "512", "--data.min_pixels", "3136", "--data.max_pixels", str(28 * 28 * 24)]
+    return main(["data", "show", *words, *more])
 
 
 class Tags(HTMLParser):
-    """The tags, attributes and text of a page, whose tags must be closed in order."""
+    """Tags, attributes and text of a page, whose tags must be closed in order."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -66,16 +65,15 @@ class Tags(HTMLParser):
 
 def test_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
     page = tmp_path / "page.html"
-    assert main(_words(out, "--html", str(page))) == 0
+    assert show(out, "--html", str(page)) == 0
     capsys.readouterr()
     text = page.read_text()
     tags = Tags(text)
 
     assert not {"script", "link", "iframe", "object", "base", "form"} & {tag for tag, _ in tags.tags}
-    assert not [name for _, attributes in tags.tags for name in attributes if name.startswith("on")]
-    named = [
-        attributes[name] for _, attributes in tags.tags for name in ("src", "href") if name in attributes
-    ]
+    attributes = [item for _, found in tags.tags for item in found.items()]
+    assert not [name for name, _ in attributes if name.startswith("on")]
+    named = [value for name, value in attributes if name in ("src", "href")]
     assert named and all(source.startswith("data:image/jpeg;base64,") for source in named)
     sizes = {Image.open(io.BytesIO(base64.b64decode(source.split(",")[1]))).size for source in named}
     assert len(sizes) > 2
@@ -86,32 +84,30 @@ def test_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
     # The attack is there to be read in the text of a sample, and a missing image is counted.
     assert "alert(1)" in tags.text and "<script>alert(1)</script>" in tags.text
     assert "medium missing" in tags.text and CHINESE in tags.text
-    # Who speaks, what is trained on, original names and sizes.
     assert {"b", "mark", "svg"} <= {tag for tag, _ in tags.tags}
     assert "assistant" in tags.text and "images/2.img: 94 x 62 in the file, 84 x 56 as seen" in tags.text
     assert re.search("<mark>[^<]*Answer number 2.", text)
 
 
 def test_show_counts_all_samples_as_json_and_as_a_table(out, capsys):
-    assert main(_words(out, "--json", "--global_batch_size", "1")) == 0
+    assert show(out, "--json", "--global_batch_size", "1") == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole["quarantined"] == {str(out): {"medium missing": 1}} and list(whole["splits"]) == ["train"]
     found = whole["splits"]["train"]
     (source,) = found["sources"].values()
-    # Ten records: of each five, one has an image, one text, one two images, one a video, one both.
+    # Of each five records, one has an image, one text, one two images, one a video, one both.
     assert (found["samples"], source["usable"], source["images"], source["videos"]) == (10, 10, 8, 4)
     described = found["distributions"]
     assert described["images of a sample"]["mean"] == 0.8 and described["videos of a sample"]["p95"] == 1
     assert source["turns"] == 12 and found["left_out"] == {}
     assert described["tokens of a sample"]["mean"] == source["tokens"] / 10
-    rows = -(-source["tokens"] // 512)
-    assert found["pass"]["rows"] == rows
+    assert found["pass"]["rows"] == -(-source["tokens"] // 512)
 
-    assert main(_words(out, "--data.seq_len", "80", "--data.too_long", "drop")) == 0
+    assert show(out, "--data.seq_len", "80", "--data.too_long", "drop") == 0
     printed = capsys.readouterr().out
     longer = 0
     for index in range(10):
-        assert main(_words(out, "--sample", f"{index:09d}", "--json")) == 0
+        assert show(out, "--sample", f"{index:09d}", "--json") == 0
         longer += len(json.loads(capsys.readouterr().out)["token_ids"]) > 80
     assert longer and f"10 samples of train, {10 - longer} usable" in printed
     assert f"left out: {longer} ({longer}0.00%) longer than seq_len" in printed
@@ -119,7 +115,7 @@ def test_show_counts_all_samples_as_json_and_as_a_table(out, capsys):
 
 
 def test_shown_sample_is_what_the_model_gets(out, capsys):
-    assert main(_words(out, "--sample", "000000002", "--json")) == 0
+    assert show(out, "--sample", "000000002", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [item["grid_thw"] for item in found["media"]] == [[1, 4, 6], [1, 4, 6]]
     # Files 2.img (62 x 94, rounded to 56 x 84) and 0.img (40 x 60, grown to the least area).
@@ -132,26 +128,22 @@ def test_shown_sample_is_what_the_model_gets(out, capsys):
     assert [text for text, on in pieces if text.startswith("[")] == ["[image: 6 tokens]"] * 2
     assert [turn["role"] for turn in found["turns"]] == ["system", *["user", "assistant"] * 2]
 
-    assert main(_words(out, "--sample", "train-000000.tar[0]")) == 0
+    assert show(out, "--sample", "train-000000.tar[0]") == 0
     printed = capsys.readouterr().out
     assert "\x1b[31m" not in printed and "\u202e" not in printed and "images/0.img: 60 x 40" in printed
 
 
 def test_show_explains_a_sample_that_is_left_out(out, capsys):
-    assert main(_words(out, "--sample", "000000001", "--data.seq_len", "16")) == 1
+    assert show(out, "--sample", "000000001", "--data.seq_len", "16") == 1
     assert "longer than seq_len" in capsys.readouterr().out
     for wrong in ("nothing", "train-000000.tar[10]"):
-        assert main(_words(out, "--sample", wrong)) == 1
+        assert show(out, "--sample", wrong) == 1
         assert f"has no single sample {wrong}, but none" in capsys.readouterr().err
     assert main(["data", "show", "--data.path", str(out)]) == 2
     assert "give --model.hf, or a run with --config" in capsys.readouterr().err
 
 
-def test_damaged_quarantine_is_read_as_far_as_it_goes(out, tmp_path):
-    run = tmp_path / "quarantine.jsonl"
-    line = {"file": "in.json", "record": 1, "id": "", "reason": "r", "detail": "d"}
-    run.write_bytes(b"\xff\n[]\n{}\n" + json.dumps(line).encode() + b"\n" + b'{"reason": "cut')
+def test_damaged_quarantine_is_read_as_far_as_it_goes(tmp_path):
+    (tmp_path / "quarantine.jsonl").write_bytes(b'\xff\n[]\n{}\n{"id": "", "reason": "r"}\n{"reason": "cut')
     assert read_quarantine(tmp_path) == {"r": 1}
     assert read_quarantine(tmp_path / "nowhere") == {}
-
-    assert read_quarantine(out) == {"medium missing": 1}

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
 
+from tests.tiny import replace_tensor
 from toolkit.cli import main
 from toolkit.demo import command
 from toolkit.demo.demo_data import ANSWER_BY_IMAGE, load_images, write_raw_data
@@ -17,7 +18,6 @@ from toolkit.demo.demo_data import ANSWER_BY_IMAGE, load_images, write_raw_data
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The folder of a demo, as a user runs it."""
     folder = tmp_path_factory.mktemp("demo") / "here and there"
     words = [sys.executable, "-m", "toolkit", "demo", "--dir", str(folder)]
     return folder, subprocess.run(words, capture_output=True, text=True, timeout=900)
@@ -26,7 +26,6 @@ def demo(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
 @pytest.mark.full
 @pytest.mark.ranks
 def test_demo_passes(demo):
-    """Four ranks and sixty steps pass every check, also those of the answers."""
     folder, done = demo
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     report = json.loads((folder / "report.json").read_text())
@@ -42,13 +41,7 @@ def test_demo_fails_on_a_damaged_export(demo, tmp_path, capsys):
     folder, own = demo[0], tmp_path / "own"
     shutil.copytree(folder, own)
     name = "model.layers.3.self_attn.q_proj.weight"
-    weight_map = json.loads((own / "hf_trained" / "model.safetensors.index.json").read_text())["weight_map"]
-    file = own / "hf_trained" / weight_map[name]
-    tensors = load_file(file)
-    heads = tensors[name].view(2, -1, tensors[name].shape[1])
-    save_file(
-        tensors | {name: heads.flip(0).reshape(tensors[name].shape).contiguous()}, file, {"format": "pt"}
-    )
+    replace_tensor(own / "hf_trained", name, lambda weight: torch.cat(weight.chunk(2)[::-1]))
     samples = json.loads((folder / "raw" / "conversations.json").read_text())
     assert command.compare_losses(folder, "after", "hf_trained", samples)[2]
     check = command.compare_losses(own, "after", "hf_trained", samples)
@@ -66,9 +59,8 @@ def test_demo_fails_if_a_resumed_run_does_not_repeat_its_losses():
 
 @pytest.mark.ranks
 def test_demo_replaces_an_earlier_demo_but_nothing_else(tmp_path):
-    (tmp_path / "mine.txt").write_text("mine")
-    assert main(["demo", "--dir", str(tmp_path)]) == 1
-    assert (tmp_path / "mine.txt").read_text() == "mine"
+    (tmp_path / "mine.txt").touch()
+    assert main(["demo", "--dir", str(tmp_path)]) == 1 and (tmp_path / "mine.txt").exists()
     again = tmp_path / "again"
     (again / "raw").mkdir(parents=True)
     (again / ".megatron-vl-demo").touch()

@@ -17,30 +17,24 @@ from toolkit.doctor.machine_checks import check_all_reduce
 @pytest.mark.ranks
 def test_doctor_finds_a_broken_transformer_engine(tmp_path):
     """A package that fails at import, as Transformer Engine's parts do alone, is the only finding."""
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise AssertionError('Could not find `transformer-engine`.')\n")
+    text = "raise AssertionError('Could not find `transformer-engine`.')\n"
+    (tmp_path / "transformer_engine.py").write_text(text)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), python_path()])}
     command = [sys.executable, "-m", "toolkit", "doctor", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
-
-    report = json.loads(done.stdout)
-    found = {finding["name"]: finding for finding in report["findings"]}
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
     broken = {name for name, finding in found.items() if finding["state"] == "broken"}
     # A real import of Megatron-core fails with it.
-    assert report["broken"] and broken == {"transformer-engine", "megatron.core"}
+    assert broken == {"transformer-engine", "megatron.core"}
     assert "no distribution, does not import: Ass" in found["transformer-engine"]["found"]
     assert "pip uninstall" in found["transformer-engine"]["advice"]
 
 
 def test_gpus_as_nvidia_smi_lists_them():
-    """Parses nvidia-smi's own CSV, with a GPU that has fallen off the bus."""
-    text = (
-        "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error], "
-        "[N/A], [N/A], 1\n"
-    )
-    assert parse_nvidia_smi(text) == [
+    """With one that has fallen off the bus."""
+    text = "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n"
+    assert parse_nvidia_smi(f"{text}2, [Unknown Error], [N/A], [N/A], 1\n") == [
         GpuInfo(0, "NVIDIA H200", 143771, 4, "580.95.05"),
         GpuInfo(1, "NVIDIA H200", 143771, 70012, "580.95.05"),
     ]

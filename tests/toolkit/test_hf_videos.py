@@ -23,20 +23,16 @@ FAST = GridTHW(3, 4, 8, "video", 0.75)
     "parts", [[2, LONG, 1, GridTHW(1, 8, 4), 2, FAST, 3], [1, GridTHW(1, 4, 4), FAST, 4], [5]]
 )
 def test_positions_of_a_prompt(family: str, parts: list[Any]) -> None:
-    """With media of both kinds; and where new tokens continue."""
     spec = spec_of(family)
     sample = sample_of(spec, parts)
     grids = [item.grid_thw for item in sample.media_items]
     by_kind = {kind: [grid for grid in grids if grid.kind == kind] for kind in ("image", "video")}
-    sizes = {
-        kind: torch.tensor([[g.t, g.h, g.w] for g in of]) if of else None for kind, of in by_kind.items()
-    }
+    sizes = {f"{kind}_grid_thw": [[g.t, g.h, g.w] for g in found] for kind, found in by_kind.items()}
     model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
     positions, delta = model.model.get_rope_index(
         sample.token_ids[None],
         mm_token_type_ids=torch.zeros_like(sample.token_ids[None]),
-        image_grid_thw=sizes["image"],
-        video_grid_thw=sizes["video"],
+        **{name: torch.tensor(found) if found else None for name, found in sizes.items()},
         second_per_grid_ts=torch.tensor([g.second_per_grid for g in by_kind["video"]]),
         attention_mask=torch.ones_like(sample.token_ids[None]),
     )
@@ -50,11 +46,9 @@ def test_generate_of_transformers_goes_on_after_the_largest_position(family: str
     """Its cached logits, token by token, equal those of one pass with explicit positions."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec = read_spec(hf)
-    norm = read_pixel_norm(hf)
     sample = make_sample("video_between", spec, 3)
-    inputs = {
-        name: value for name, value in hf_inputs([sample], spec, norm).items() if name != "position_ids"
-    }
+    inputs = hf_inputs([sample], spec, read_pixel_norm(hf))
+    del inputs["position_ids"]
 
     model = follow_video_positions(load_hf_model(hf, torch.float32), spec)
     step = {"max_new_tokens": 4, "do_sample": False, "repetition_penalty": 1.0, "eos_token_id": None}
@@ -75,12 +69,8 @@ def test_generate_of_transformers_goes_on_after_the_largest_position(family: str
 
 
 def test_tokens_around_a_video_are_removed_for_qwen3_vl() -> None:
-    tokens = {
-        "video_token": "<|video_pad|>",
-        "vision_start_token": "<|vision_start|>",
-        "vision_end_token": "<|vision_end|>",
-    }
-    processor = SimpleNamespace(**tokens)
+    ends = {f"vision_{end}_token": f"<|vision_{end}|>" for end in ("start", "end")}
+    processor = SimpleNamespace(video_token="<|video_pad|>", **ends)
     video, image = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("video", "image"))
     text = f"a{video}b{image}{video}c"
     assert apply_video_prompt(text, processor, spec_of("qwen3_vl")) == f"a<|video_pad|>b{image}<|video_pad|>c"

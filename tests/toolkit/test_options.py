@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron_vl.config import field_types
 from megatron_vl.system.errors import UsageError, UserError
 from toolkit.cli import main
 from toolkit.commands import COMMANDS
-from toolkit.common.options import CommandOptions, option, parse_command_line
+from toolkit.common.options import CommandOptions, field_docstrings, option, parse_command_line, shown_options
 
 
 @dataclass(kw_only=True)
@@ -44,9 +45,9 @@ def test_words_become_values_and_fields_of_a_run_are_kept_apart():
     assert got.media == [Path("x"), Path("y")]
     assert got.fields == ["--data.seq_len", "8", "--steps", "3"] and got.words == line.split()
     assert example("--out-dir", "a").media == [], "no two parses share a list"
-    for limits in (("2", "2"), ("nan", "nan")):
-        with pytest.raises(UsageError, match=f"argument --share: {limits[0]} must be between 0 and 1"):
-            example("--out-dir", "a", "--share", limits[1])
+    for share in ("2", "nan"):
+        with pytest.raises(UsageError, match=f"argument --share: {share} must be between 0 and 1"):
+            example("--out-dir", "a", "--share", share)
 
 
 SLIPS = {
@@ -66,17 +67,12 @@ SLIPS = {
     "train --steps five": "field 'steps': expected a whole number, got five",
     "train --model d": "there is no --model: set model.hf; see",
     "export --model d": "there is no --model: give --hf; see",
-    "train --data a.json": "there is no --data: set data.path: a file of records, or",
-    "train --checkpoint d": "there is no --checkpoint: set checkpoint.dir, the run's folder, or model.check",
     "train --zzz 1": "--zzz is unknown; see megatron-vl train --help",
-    "train --gpus 2": "there is no --gpus: give --nproc-per-node",
     "train --log d": "--log is a section; give its fields, such as --log.interval or --log.tensorboard",
     "train --epochs 0 --steps 0": "epochs 0 trains nothing; leave it out for one pass over the data",
-    "convert --hf Org/Name --out b": "(`hf download Org/Name --local-dir checkpoints/Name`; where",
     "plan --hf Org/Name --gpus 8": "`hf download Org/Name config.json --local-dir checkpoints/Name`",
     "plan --config examples/qwen2_5_vl_7b.yaml --gpus 8": "`hf download Qwen/Qwen2.5-VL-7B-Instruct --local-",
     "generate --checkpoint Org/Name --prompt hi": "`hf download Org/Name --local-dir checkpoints/Name`",
-    "bench --timed 0": "argument --timed: 0 must be at least 1",
     "generate --checkpoint a --thinking maybe": "argument --thinking: invalid choice: 'maybe' (choose from ",
     "convert": "the following arguments are required: --hf, --out",
     # names of other programs, and of earlier versions
@@ -95,19 +91,11 @@ def test_slip_is_answered_in_one_line(line: str, capsys: pytest.CaptureFixture[s
 
 
 def test_options_are_at_most_91() -> None:
-    """`export --fp8` and `convert --add-tokens` ask for forms of weights that no other option does, and
-    records that `train` converts may have a validation split."""
-    from toolkit.common.options import shown_options
-
     assert sum(len(shown_options(command.load_options_class())) for command in COMMANDS.values()) <= 91
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_explains_every_option_of_every_command(name, capsys):
-    """Help texts are in words, with a capital and not empty; options have hyphens; the fields of a
-    run are listed."""
-    from toolkit.common.options import field_docstrings, shown_options
-
     options = COMMANDS[name].load_options_class()
     texts = field_docstrings(options)
     with pytest.raises(SystemExit) as end:
@@ -127,25 +115,14 @@ def test_help_explains_every_option_of_every_command(name, capsys):
 
 
 def test_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
-    """A user's error is one line; anything else keeps its traceback and asks for a report."""
+    def told(error: Exception) -> str:
+        monkeypatch.setattr("toolkit.checkpoint.command.find_step_dir", Mock(side_effect=error))
+        assert main(["checkpoint", "show", str(tmp_path)]) == 1
+        return capsys.readouterr().err
 
-    def broken(path):
-        raise KeyError("a bug")
-
-    def refused(path):
-        raise UserError("say it otherwise")
-
-    monkeypatch.setattr("toolkit.checkpoint.command.find_step_dir", broken)
-    assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    said = capsys.readouterr().err
+    said = told(KeyError("a bug"))
     assert said.startswith("megatron-vl checkpoint show: KeyError: 'a bug'")
-    assert "Traceback" in said
-    assert "please report" in said
-
-    monkeypatch.setattr("toolkit.checkpoint.command.find_step_dir", refused)
-    assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == "megatron-vl checkpoint show: say it otherwise\n"
-
+    assert "Traceback" in said and "please report" in said
+    assert told(UserError("say it otherwise")) == "megatron-vl checkpoint show: say it otherwise\n"
     monkeypatch.setenv("MEGATRON_VL_TRACEBACK", "1")
-    assert main(["checkpoint", "show", str(tmp_path)]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    assert "Traceback" in told(UserError("say it otherwise"))

@@ -1,11 +1,10 @@
-"""Rolling a run back: what moves, kills between its renames, and what is refused.
-
-What a run then trains is in ``tests/training/test_keeping.py``.
-"""
+"""Rolling a run back: what moves, kills between its renames, and what is refused."""
 
 import json
 import os
+from functools import partial
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 
@@ -22,10 +21,6 @@ LOGS = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
 
 class Killed(BaseException):
     """Raised in the place of a kill."""
-
-
-def be_killed(*_: Path) -> None:
-    raise Killed
 
 
 def make_run(folder: Path) -> Path:
@@ -49,7 +44,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(folder: Path) -> dict[str, str]:
-    """The content of all files and folders, by path, without those of the lock."""
     return {
         str(path.relative_to(folder)): path.read_text() if path.is_file() else ""
         for path in folder.rglob("*")
@@ -78,34 +72,28 @@ def test_second_rollback_to_a_step_has_a_folder_of_its_own(run: Path) -> None:
     assert roll_back(run, 4) is None, "nothing came after it"
     roll_back(run, 2)
     assert [saved.step for saved in saved_checkpoints(run)] == [2]
-    assert {path.name for path in (run / "abandoned").iterdir()} == {
-        "after_step_00000004",
-        "after_step_00000004.2",
-        "after_step_00000002",
-    }
+    aside = {f"after_step_{name}" for name in ("00000002", "00000004", "00000004.2")}
+    assert {path.name for path in (run / "abandoned").iterdir()} == aside
 
 
-def test_rollback_continues_after_a_kill_between_any_two_renames(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_continues_after_a_kill_between_any_two_renames(run, tmp_path, monkeypatch) -> None:
     """Until then the run does not start, no other step is taken, and the folder may move."""
     roll_back(make_run(tmp_path / "undisturbed"), 4)
     wanted = files(tmp_path / "undisturbed")
     replace = os.replace
     for renames in range(100):
         killed = make_run(tmp_path / f"killed_{renames}")
-        renamers = iter([replace] * renames)
-        monkeypatch.setattr(os, "replace", lambda *paths, left=renamers: next(left, be_killed)(*paths))
+        renaming = Mock(wraps=replace, side_effect=[DEFAULT] * renames + [Killed])
+        monkeypatch.setattr(os, "replace", renaming)
         try:
             roll_back(killed, 4)
         except Killed:
             monkeypatch.setattr(os, "replace", replace)
         else:
             break
-        with pytest.raises(CheckpointError, match="a roll-back of .* to step 4 was interrupted"):
-            find_latest_checkpoint(killed)
-        with pytest.raises(CheckpointError, match="a roll-back of .* to step 4 was interrupted"):
-            roll_back(killed, 2)
+        for call in (partial(find_latest_checkpoint, killed), partial(roll_back, killed, 2)):
+            with pytest.raises(CheckpointError, match="a roll-back of .* to step 4 was interrupted"):
+                call()
         moved = killed.rename(tmp_path / f"moved_{renames}")
         roll_back(moved, 4)
         assert files(moved) == wanted, renames
@@ -123,9 +111,7 @@ def test_rollback_to_a_missing_step_names_those_that_exist(run: Path, step: int)
     assert files(run) == before
 
 
-def test_rollback_refuses_an_incomplete_step_a_held_folder_and_another_folder(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollback_refuses_an_incomplete_step_a_held_and_another_folder(run, tmp_path, monkeypatch) -> None:
     before, lock_file = files(run), lock_run_dir(run)
     for command in (["rollback", str(run), "4"], ["restart-data", str(run)]):
         assert main(["checkpoint", *command]) == 1

@@ -1,20 +1,25 @@
-"""``megatron-vl train``: how it reads the environment, what ``--dry-run`` prints, and a real start
-of two ranks."""
+"""``megatron-vl train``: its environment, what ``--dry-run`` prints, and the answers at the end of a run."""
 
+import json
 import os
 import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from converters.convert import convert_weights
-from megatron_vl.config import parse_config
+from megatron_vl.config import RunConfigError, parse_config, validate_config
+from megatron_vl.config.checks import check_export_weights
 from megatron_vl.spec.families import read_spec
 from megatron_vl.system.errors import UsageError
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import planned_run
+from tests.support.ranks import run_module
 from tests.support.tiny_run import options_of, prepare
 from toolkit.cli import main
 from toolkit.train import command, dry_run
@@ -23,30 +28,20 @@ from toolkit.train.options import TrainOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "tests" / "hf_configs"
-STEP = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_NODELIST": "gpu[007-008]",
-    "SLURM_PROCID": "9",
-}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "123456", "SLURM_PROCID": "9"}
+STEP |= {"SLURM_STEP_NODELIST": "gpu[007-008]", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"}
 
 
 def test_ranks_of_torchrun_and_slurm_are_found():
     script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}  # sbatch without srun
     assert read_launch_environment({}) == read_launch_environment(script) == LaunchEnvironment()
     assert read_launch_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}).is_rank
-    tasks = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
-    slurm = read_launch_environment(STEP | tasks)
+    step = STEP | {"SLURM_LOCALID": "1"}
+    slurm = read_launch_environment(step)
+    place = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
     assert slurm.is_rank
-    assert slurm.rank_variables == {
-        "RANK": "9",
-        "WORLD_SIZE": "16",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "8",
-        "MASTER_ADDR": "gpu007",
-        "MASTER_PORT": "23456",
-    }
-    given = read_launch_environment(STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"})
+    assert slurm.rank_variables == place | {"MASTER_ADDR": "gpu007", "MASTER_PORT": "23456"}
+    given = read_launch_environment(step | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"})
     assert given.rank_variables["MASTER_ADDR"] == "10.0.0.1"
 
 
@@ -55,8 +50,7 @@ def test_ranks_of_torchrun_and_slurm_are_found():
     [("node1,node2", "node1"), ("gpu[003-006,010]", "gpu003"), ("gpu[3,7]-ib,login", "gpu3-ib")],
 )
 def test_slurm_step_with_a_task_a_node_starts_the_ranks_of_its_node(nodelist, host):
-    step = {"SLURM_STEP_NODELIST": nodelist, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
-    found = read_launch_environment(STEP | step)
+    found = read_launch_environment(STEP | {"SLURM_STEP_NODELIST": nodelist, "SLURM_STEP_NUM_TASKS": "2"})
     assert found == LaunchEnvironment(nnodes=2, master_addr=host, master_port=23456, job_id="123456")
 
 
@@ -92,19 +86,16 @@ def test_train_starts_the_ranks_of_one_node(started, inputs):
     assert run_dir not in started[1]
 
 
-def test_train_starts_the_ranks_of_several_nodes(started, inputs, capsys):
+def test_train_starts_the_ranks_of_several_nodes(started, inputs, capsys, monkeypatch):
     nodes = ["train", "--nproc-per-node", "8", "--nnodes", "2", *inputs, "--global_batch_size", "16"]
     assert main(nodes) == 2 and "give --master-addr" in capsys.readouterr().err
     assert main([*nodes, "--master-addr", "192.0.2.1"]) == main([*nodes, "--master-addr", "192.0.2.1:5"]) == 7
     for words, endpoint in zip(started, ("192.0.2.1:29500", "192.0.2.1:5"), strict=True):
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "megatron-vl"]
         assert words[4:10] == meeting
-
-
-def test_train_refuses_a_node_whose_name_leads_to_no_address(started, inputs, capsys, monkeypatch):
-    """Otherwise the launcher fails after the data were converted, and names nothing."""
+    # Otherwise the launcher fails after the data were converted, and names nothing.
     monkeypatch.setattr(socket, "gethostname", lambda: "nobody.invalid")
-    assert main(["train", "--nnodes", "2", "--master-addr", "192.0.2.1", *inputs]) == 2
+    assert main([*nodes, "--master-addr", "192.0.2.1"]) == 2
     assert "own name, nobody.invalid, leads to no address" in capsys.readouterr().err
 
 
@@ -149,7 +140,7 @@ def test_answers_are_made_by_one_node_when_its_ranks_have_ended(started, inputs,
 
 
 def test_ranks_of_slurm_start_no_ranks_of_their_own(started, capsys, monkeypatch):
-    for name, value in (STEP | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2"}).items():
+    for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     assert main(["train", "--nproc-per-node", "8", "--steps", "3"]) == 2
     assert "leave out --nproc-per-node" in capsys.readouterr().err and started == []
@@ -162,7 +153,6 @@ LARGE += ["--parallel.sequence_parallel", "true", "--parallel.layers", "[17,21,2
 
 @pytest.fixture
 def large(monkeypatch, capsys) -> Callable[..., str]:
-    """What a dry run prints of the large run on 64 ranks, whose data do not exist."""
     monkeypatch.setattr("toolkit.train.dry_run._pass_text", lambda run: "")
 
     def printed(*words: str, ranks: int = 64) -> str:
@@ -174,7 +164,7 @@ def large(monkeypatch, capsys) -> Callable[..., str]:
 
 
 def test_dry_run_shows_layout_and_memory(large):
-    """Counted by hand: 64 ranks are two replicas of 32 micro-batches."""
+    """By hand: 64 ranks are two replicas of 32 micro-batches."""
     printed = large()
     assert "on 64 ranks\n" in printed and " x dp 2, sequence parallel\n" in printed
     assert "32 micro-batches on each data-parallel rank" in printed
@@ -182,21 +172,17 @@ def test_dry_run_shows_layout_and_memory(large):
     assert "  stage 3: decoder layers 59 to 79, output layer and loss\n" in printed
     # The second stage has decoder layers only: q, k, v and output of attention, MLP, over 8 ranks.
     layer = (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 29568) / 8
-    weights = f" {2 * 21 * layer / 2**30:.2f} "
-    assert weights in next(line for line in printed.splitlines() if line.startswith("│ 1 "))
+    assert re.search(rf"^│ 1 .* {2 * 21 * layer / 2**30:.2f} ", printed, re.MULTILINE)
     assert "\nfits: " in printed and "estimated on H200" in printed and "host memory: " not in printed
     assert "host memory: " in large("--optimizer.offload_fraction", "1")
+    printed = large("--parallel.layers", "auto", "--platform", "cpu", ranks=32)
+    assert "the estimate is made for GPUs" in printed
+    assert "\nfits: " not in printed and "estimated on" not in printed
 
 
 def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs():
     assert dry_run._least_ranks(parse_config(LARGE), 1) == 32
     assert dry_run._least_ranks(parse_config([*LARGE, "--parallel.ep", "16"]), 3) == 22
-
-
-def test_dry_run_on_cpu_estimates_no_gpus(large):
-    printed = large("--parallel.layers", "auto", "--platform", "cpu", ranks=32)
-    assert "the estimate is made for GPUs" in printed
-    assert "\nfits: " not in printed and "estimated on" not in printed
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +207,6 @@ def peft(prepared, tmp_path_factory) -> Path:
     ],
 )
 def test_folder_of_another_kind_is_named(started, prepared, peft, capsys, tmp_path, words, kind, message):
-    """By a start, before it starts its ranks."""
     command_name, *options = words.split()
     folder = str({**prepared, "peft": peft}[kind])
     run = ["--nproc-per-node", "2", *options_of(prepared, tmp_path / "new")]
@@ -231,7 +216,7 @@ def test_folder_of_another_kind_is_named(started, prepared, peft, capsys, tmp_pa
 
 
 def test_dry_run_makes_every_check_of_a_start(prepared, peft, tiny_checkpoint, capsys, tmp_path):
-    """It prints what it checked, and leaves no file; the errors are those of a start."""
+    """It leaves no file; the errors are those of a start."""
     words = ["train", "--dry-run", "--nproc-per-node", "2", *options_of(prepared, tmp_path / "new")]
     words += ["--parallel.pp", "2", "--parallel.layers", "[1,3]", "--global_batch_size", "64"]
     for options in ((), ("--lora.adapter", str(peft))):
@@ -258,3 +243,66 @@ def test_dry_run_makes_every_check_of_a_start(prepared, peft, tiny_checkpoint, c
         assert main([*words, *options]) == 1, options
         assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+# --- ``eval.answers``: the last step of a run that is done answers samples of the split ---------------------
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_run_scores_itself_when_its_ranks_have_ended(ranks, tiny_checkpoint, tmp_path) -> None:
+    """One rank, or two that the launcher starts: each sample once; white space does not count."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    prepared, run = prepare(tmp_path / "files", hf, samples=12, val_fraction=0.5), tmp_path / "run"
+    words = ["--model.hf", str(hf), "--data.path", str(prepared["data"]), "--data.seq_len", "128"]
+    words += ["--dtype", "float32", "--steps", "1", "--global_batch_size", "2", "--eval.answers", "2"]
+    start = ["train", "--nproc-per-node", str(ranks), *words, "--checkpoint.dir", str(run)]
+    done = run_module("toolkit", start, is_group=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    out = run / "hf" / "step_00000001_answers.jsonl"
+    assert lines[-1] == f"0 of 2 answers (0.0%) equal their reference ({out})"
+    assert lines.index(f"checkpoints in {run}: [1]") < len(lines) - 1, "the ranks have ended"
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(each.keys() == {"key", "prompt", "reference", "answer"} for each in answers)
+    assert len({each["key"] for each in answers}) == 2
+    assert (run / "hf" / "step_00000001" / "config.json").is_file()
+
+
+def test_answers_are_made_of_a_finished_run_and_only_once(tmp_path: Path, monkeypatch: Any) -> None:
+    class Replaced(Exception):
+        """This process would be another program now."""
+
+    monkeypatch.setattr(os, "execve", execve := Mock(side_effect=Replaced))
+    run, step_dir = tmp_path / "run", tmp_path / "run" / "step_00000004"
+    words = ["--checkpoint.dir", str(run), "--eval.answers", "3"]
+    command._answer_samples(words, {})  # nothing is saved
+    step_dir.mkdir(parents=True)
+    (step_dir / "run.json").write_text(json.dumps({"fields": {"steps": 9}}))
+    command._answer_samples(words, {})  # a signal has stopped it after step 4 of 9
+    with pytest.raises(Replaced):
+        command._answer_samples([*words, "--stop_after", "4"], {})
+
+    (step_dir / "run.json").write_text(json.dumps({"fields": {"steps": 4}}))
+    command._answer_samples(words[:2], {})
+    answers = run / "hf" / "step_00000004_answers.jsonl"
+    answers.parent.mkdir()
+    answers.with_name(f"{answers.name}.partial").write_text("{}\n{}\n")
+    with pytest.raises(Replaced):  # a kill has left two of three answers
+        command._answer_samples(words, {"RANK": "0", "HOME": "/root"})
+    _, called, variables = execve.call_args.args
+    assert called[-len(words) - 5 :] == ["generate", "--checkpoint", str(run), "--out", str(answers), *words]
+    assert "RANK" not in variables and variables["HOME"] == "/root"
+    answers.write_text("{}\n{}\n")  # the split has no more
+    command._answer_samples(words, {})
+
+
+def test_answers_name_what_they_need_before_a_start(tmp_path: Path) -> None:
+    answers = ["--steps", "2", "--eval.answers", "3"]
+    with pytest.raises(RunConfigError, match=r"eval.answers 3 needs checkpoint.dir: the last saved step"):
+        validate_config(parse_config([*answers, "--data.path", "data"]), 1)
+    with pytest.raises(RunConfigError, match=r"eval.answers 3 needs a data set, and data.path is synthetic"):
+        validate_config(parse_config([*answers, "--data.path", "synthetic:text"]), 1)
+    config = parse_config([*answers, "--model.hf", str(tmp_path)])
+    with pytest.raises(RunConfigError, match=r"an export takes names .* holds none"):
+        check_export_weights(config)

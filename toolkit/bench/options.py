@@ -39,8 +39,6 @@ class BenchOptions(CommandOptions):
 
 
 class BenchRun(NamedTuple):
-    """A run of the trainer whose steps are timed."""
-
     options: BenchOptions
     config: TrainConfig
     workloads: dict[str, DataConfig]

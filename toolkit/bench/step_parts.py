@@ -81,7 +81,6 @@ class PartTimer:
         self.end(name)
 
     def time_method(self, owner: Any, method: str, name: str) -> None:
-        """Times the calls of a method of this instance."""
         setattr(owner, method, self._span(name)(getattr(owner, method)))
 
     def _time_tower(self, tower: nn.Module) -> None:

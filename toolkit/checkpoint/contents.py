@@ -16,11 +16,10 @@ def find_step_dir(run_or_step_dir: Path) -> Path:
         return run_or_step_dir
     latest_checkpoint = find_latest_checkpoint(run_or_step_dir)
     if latest_checkpoint is None:
-        weights_hint = f"; it holds only weights, which `megatron-vl verify {run_or_step_dir}` checks"
-        weights_hint *= (run_or_step_dir / MANIFEST_FILE).is_file()
+        hint = f"; it holds only weights, which `megatron-vl verify {run_or_step_dir}` checks"
         raise FileNotFoundError(
             f"{run_or_step_dir} holds no checkpoint of a run: looked for run.json and step_ folders"
-            f"{weights_hint}"
+            f"{hint * (run_or_step_dir / MANIFEST_FILE).is_file()}"
         )
     return latest_checkpoint.path
 
@@ -33,8 +32,8 @@ def verify_checkpoint(step_dir: Path) -> list[str]:
 
     problems = verify_files(step_dir)
     try:
-        for difference in verify_checkpoint_hashes(step_dir / "weights").differences:
-            problems.append(f"{step_dir / 'weights'}: {difference.name} {difference.how}")
+        differences = verify_checkpoint_hashes(step_dir / "weights").differences
+        problems += [f"{step_dir / 'weights'}: {each.name} {each.how}" for each in differences]
     except (WeightsError, OSError, ValueError) as error:
         problems.append(str(error))
     return problems

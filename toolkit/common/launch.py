@@ -104,7 +104,6 @@ def free_port() -> int:
 
 
 def last_output_lines(completed_process: subprocess.CompletedProcess[str], line_count: int = 25) -> str:
-    """The last lines of a group's output, without torchrun's report."""
     output = (completed_process.stderr or "") + (completed_process.stdout or "")
     output = output.partition("torch.distributed.elastic.multiprocessing.errors.ChildFailedError")[0]
     return "\n".join(output.splitlines()[-line_count:])

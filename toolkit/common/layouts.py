@@ -42,7 +42,6 @@ class LayoutSpec(ParallelConfig):
 
     @property
     def layout_arguments(self) -> dict[str, Any]:
-        """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
         return {name: getattr(self, name) for name in ("tp", "pp", "vpp", "layers", "ep", "etp", "cp")}
 
 

@@ -115,9 +115,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser(options_class: type[CommandOptions], program_name: str) -> argparse.ArgumentParser:
     """Builds the parser of a command's own options and, unexplained, of the fields of a run."""
-    run_help = ""
-    if options_class.run_fields and not options_class.explains_run:
-        run_help = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
+    run_help = "fields of a run, and --config RUN.yaml: `megatron-vl train --help`"
+    run_help *= options_class.run_fields and not options_class.explains_run
     parser = _Parser(
         prog=program_name,
         description=textwrap.fill(" ".join((options_class.__doc__ or "").split()), width=100),
@@ -180,7 +179,6 @@ def _option_help(item: dataclasses.Field, docstring: str) -> str:
 
 
 def option_flag(field_name: str) -> str:
-    """Turns ``media_root`` into ``--media-root``."""
     return "--" + field_name.replace("_", "-")
 
 

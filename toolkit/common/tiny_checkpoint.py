@@ -29,8 +29,7 @@ from megatron_vl.spec.tensors import MTP_PREFIX
 TINY_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 NESTED_CONFIG_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families released with a nested config, and with the tensor names that transformers uses in memory."""
-HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe")
-"""Families with linear attention."""
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe")  # with linear attention
 FLOAT32_SUFFIXES = (".linear_attn.A_log", ".linear_attn.norm.weight")
 """Suffixes of the names of Qwen3.5's float32 tensors; the other tensors may have another type."""
 
@@ -301,7 +300,6 @@ def train_bpe(
 def _write_tokenizer(
     checkpoint_dir: Path, vocabulary: dict[str, int], bpe_merges: list[tuple[str, str]]
 ) -> None:
-    """Writes the tokenizer's files and the chat template in the released form."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 

@@ -90,7 +90,6 @@ def find_sample(data_path: DataPath, sample_key: str) -> tuple[SampleSource, int
 
 
 def view_sample(encoder: RowEncoder, source: SampleSource, sample_index: int) -> SampleView:
-    """Reads and decodes a sample."""
     with closing(SampleReader(source)) as sample_reader:
         raw_sample = sample_reader.read_sample(sample_index, with_media=True)
     encoded = encoder.preencode_sample(raw_sample)
@@ -156,7 +155,6 @@ def split_turns(token_ids: Tensor, loss_mask: Tensor, encoder: RowEncoder) -> li
 
 
 def print_sample(sample: SampleView) -> None:
-    """Prints a sample; what is trained on is green."""
     console = Console(highlight=False, soft_wrap=True)
 
     def print_text(text: str, style: str = "", end: str = "\n") -> None:

@@ -72,7 +72,6 @@ def dataset_facts(config: TrainConfig, statistics: dict[str, DatasetStatistics])
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """Prints :func:`dataset_facts`."""
     console = Console(highlight=False, width=max(100, Console().width))
 
     def print_line(line_text: str) -> None:
@@ -91,7 +90,6 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def quarantine_sentences(facts: dict[str, Any]) -> list[str]:
-    """What conversions left out, a line for each data set and reason, the most frequent first."""
     return [
         f"quarantined in {name}: {count:,} {reason}"
         for name, reasons in facts["quarantined"].items()
@@ -100,7 +98,6 @@ def quarantine_sentences(facts: dict[str, Any]) -> list[str]:
 
 
 def read_quarantine(dataset: Location) -> Counter[str]:
-    """How many records the quarantine.jsonl of a data set lists for each reason."""
     reasons: Counter[str] = Counter()
     with contextlib.suppress(OSError), (dataset / "quarantine.jsonl").open("rb") as quarantine_file:
         for line in quarantine_file:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from megatron_vl.system.errors import UserError
 from megatron_vl.system.processes import kill_process_tree
+from toolkit.cli import main
 
 from .options import DemoOptions
 
@@ -41,6 +42,7 @@ def demo(options: DemoOptions) -> int:
     folder, steps = options.dir, options.steps
     save_step = steps // 3
     clear_folder(folder)
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # before torch is imported
     write_demo_checkpoint(folder / "hf")
     samples = json.loads(write_raw_data(folder / "raw").read_text())
 
@@ -84,17 +86,20 @@ def demo(options: DemoOptions) -> int:
     run(f"export --checkpoint {d}/run --hf {d}/hf --out {d}/hf_trained")
     code = run(f"verify {d}/hf {d}/hf_trained", may_fail=True)
     checks.append(("verify sees that training changed the weights", f"exit code {code}", code == 1))
-    weights = f"--model.checkpoint {d}/run/step_{steps:08d}/weights"
-    run(f"{once} {weights} --checkpoint.dir {d}/evaluation_after")
+    run(f"{once} --model.checkpoint {d}/run/step_{steps:08d}/weights --checkpoint.dir {d}/evaluation_after")
     checks.append(compare_losses(folder, "before training", "hf", samples))
     checks.append(compare_losses(folder, "after", "hf_trained", samples))
-    answers = f"--data.path {d}/dataset --eval.split train --out {d}/answers.jsonl"
-    run(f"generate --checkpoint {d}/hf_trained {answers} {VIDEO_WORDS}")
+    run(
+        f"generate --checkpoint {d}/hf_trained --data.path {d}/dataset --eval.split train"
+        f" --out {d}/answers.jsonl {VIDEO_WORDS}"
+    )
     checks += check_answers(folder / "answers.jsonl")
     exit_code = write_report(folder, checks, time.perf_counter() - start_time)
     print(f"the trained model answers; the right answer is {ANSWER_BY_IMAGE['chelsea']!r}:")
-    image = f"--image {d}/raw/media/{FILE_NAMES['chelsea']}"
-    run(f"generate --checkpoint {d}/hf_trained {image} --prompt {shlex.quote(IMAGE_QUESTION)}")
+    run(
+        f"generate --checkpoint {d}/hf_trained --image {d}/raw/media/{FILE_NAMES['chelsea']}"
+        f" --prompt {shlex.quote(IMAGE_QUESTION)}"
+    )
     return exit_code
 
 
@@ -111,23 +116,22 @@ def write_demo_checkpoint(hf_dir: Path) -> None:
 def start(command: str, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
     """Shows a command and starts it with the programs of this Python's environment, activated or not."""
     print(f"$ megatron-vl {command}", flush=True)
-    return subprocess.Popen(
-        [sys.executable, "-m", "toolkit", *shlex.split(command)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        stderr=stderr,
-    )
+    return subprocess.Popen([sys.executable, "-m", "toolkit", *shlex.split(command)], stderr=stderr)
 
 
 def run(command: str, may_fail: bool = False) -> int:
-    """Shows a command and runs it. Returns its exit code."""
-    exit_code = start(command).wait()
+    """Shows a command and runs it, a training in a process of its own. Returns its exit code."""
+    if command.startswith("train "):
+        exit_code = start(command).wait()
+    else:  # here, where torch and transformers are imported already
+        print(f"$ megatron-vl {command}", flush=True)
+        exit_code = main(shlex.split(command))
     if exit_code and not may_fail:
         raise UserError(f"the command above ended with exit code {exit_code}; its output says why")
     return exit_code
 
 
 def clear_folder(folder: Path) -> None:
-    """Empties the folder of an earlier demo. Refuses any other folder that is not empty."""
     marker_file = folder / ".megatron-vl-demo"
     if folder.exists() and any(folder.iterdir()) and not marker_file.exists():
         raise UserError(f"{folder} is not empty and was not written by an earlier demo; give another --dir")
@@ -162,10 +166,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def check_training(metrics: list[dict[str, Any]], save_step: int) -> list[Check]:
-    """The steps repeated after the kill have the same losses, and the loss has fallen."""
     resumed = next(i for i in range(1, len(metrics)) if metrics[i]["step"] <= metrics[i - 1]["step"])
-    before = {line["step"]: line["loss"] for line in metrics[:resumed]}
-    after = {line["step"]: line["loss"] for line in metrics[resumed:]}
+    starts = metrics[:resumed], metrics[resumed:]
+    before, after = ({line["step"]: line["loss"] for line in lines} for lines in starts)
     repeated = before.keys() & after.keys()
     largest = max(abs(before[step] - after[step]) / before[step] for step in repeated)
     first, last = metrics[0]["loss"], sum(line["loss"] for line in metrics[-5:]) / 5
@@ -203,7 +206,6 @@ def compare_losses(folder: Path, when: str, hf_name: str, samples: list[dict[str
 
 
 def check_answers(answers_path: Path) -> list[Check]:
-    """The answers that transformers generates from the exported folder are those in the data."""
     from toolkit.demo.demo_data import ANSWER_BY_IMAGE
 
     right: dict[bool, list[bool]] = {True: [], False: []}

@@ -90,7 +90,6 @@ def conversation_texts() -> list[str]:
 
 
 def load_images() -> dict[str, Callable[[], NDArray[np.uint8]]]:
-    """Maps each name to a function that returns the image, height x width x 3."""
     try:
         from skimage import data
     except ModuleNotFoundError:
@@ -101,8 +100,7 @@ def load_images() -> dict[str, Callable[[], NDArray[np.uint8]]]:
 
 
 def _draw(name: str) -> NDArray[np.uint8]:
-    """Ellipses of random colours, always the same ones for a name."""
-    generator = random.Random(name)
+    generator = random.Random(name)  # always the same drawing
     image = Image.new("RGB", (640, 480), tuple(generator.choices(range(256), k=3)))
     for _ in range(12):
         left, top = generator.randrange(500), generator.randrange(400)

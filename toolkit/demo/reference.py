@@ -57,10 +57,9 @@ class DemoReference:
 
     def _assistant_mask(self, token_ids: Tensor) -> Tensor:
         """bool [tokens]: the tokens after each assistant header up to and including its ``<|im_end|>``."""
-        tokenizer = self.processor.tokenizer
+        tokens, tokenizer = token_ids.tolist(), self.processor.tokenizer
         header = tokenizer("<|im_start|>assistant\n")["input_ids"]
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        tokens = token_ids.tolist()
         mask = torch.zeros(len(tokens), dtype=torch.bool)
         for start in range(len(header), len(tokens)):
             if tokens[start - len(header) : start] == header:

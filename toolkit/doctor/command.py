@@ -1,8 +1,8 @@
 """``megatron-vl doctor``: finds what is wrong with this machine and says how to fix it."""
 
-import dataclasses
 import json
 import sys
+from dataclasses import asdict
 
 from .options import DoctorOptions
 
@@ -13,8 +13,7 @@ def doctor(options: DoctorOptions) -> int:
     findings = check_machine(options.nccl)
     num_broken = sum(finding.state == "broken" for finding in findings)
     if options.json:
-        facts = list(map(dataclasses.asdict, findings))
-        print(json.dumps({"broken": num_broken > 0, "findings": facts}, indent=2))
+        print(json.dumps({"broken": num_broken > 0, "findings": [*map(asdict, findings)]}, indent=2))
         return min(1, num_broken)
 
     from rich.console import Console

@@ -26,14 +26,16 @@ SLOW_NCCL_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE",
 WATCHED_VARIABLES = ("NCCL_", "TORCH_NCCL_", "CUDA_VISIBLE", "CUDA_DEVICE_MAX", "PYTORCH_")
 
 
+State = Literal["ok", "note", "broken"]
+
+
 @dataclass(frozen=True)
 class Finding:
     name: str
     found: str
-    state: Literal["ok", "note", "broken"] = "ok"
+    state: State = "ok"
     """``note``: it works, but deserves a look; ``broken``: something that training needs does not work."""
     advice: str = ""
-    """What to do; empty if nothing needs to be done."""
 
 
 def check_machine(with_nccl: bool = False) -> list[Finding]:
@@ -68,8 +70,8 @@ def _check_requirements() -> list[Finding]:
     from packaging.requirements import Requirement
 
     if installed_version("megatron-vl") is None:
-        found = "megatron-vl is not installed, so its requirements are unknown"
-        return [Finding("packages", found, "note", "pip install -e .")]
+        unknown = "megatron-vl is not installed, so its requirements are unknown"
+        return [Finding("packages", unknown, "note", "pip install -e .")]
     findings = []
     for requirement in map(Requirement, importlib.metadata.requires("megatron-vl") or []):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -116,17 +118,20 @@ def _check_imports(import_processes: dict[str, subprocess.Popen[str]], has_gpu: 
         error_lines = stderr_text.strip().splitlines() or [f"exit code {process.returncode}"]
         errors[name] = error_lines[-1] if process.returncode else ""
     core = Finding("megatron.core", "imports")
-    if errors["megatron.core"]:
-        found = f"does not import: {errors['megatron.core']}"
-        core = Finding("megatron.core", found, "broken", "fix the packages above, then run make setup")
-    without = "training on a GPU needs it"
-    without_flash = "attention is slower on Hopper and Blackwell, and for heads of 256 (Qwen3.5)"
-    without_triton = "linear attention (Qwen3.5) is slow without it"
+    if error := errors["megatron.core"]:
+        advice = "fix the packages above, then run make setup"
+        core = Finding("megatron.core", f"does not import: {error}", "broken", advice)
+    packages = {
+        "transformer_engine": (TE_DISTRIBUTIONS, "training on a GPU needs it"),
+        "flash_attn": (
+            ("flash-attn-4",),
+            "attention is slower on Hopper and Blackwell, and for heads of 256 (Qwen3.5)",
+        ),
+        "triton": (("triton",), "linear attention (Qwen3.5) is slow without it"),
+    }
     return [
         _check_torch(outputs["torch"], errors["torch"], has_gpu),
-        _check_gpu_package(TE_DISTRIBUTIONS, errors["transformer_engine"], has_gpu, without, is_needed=True),
-        _check_gpu_package(("flash-attn-4",), errors["flash_attn"], has_gpu, without_flash),
-        _check_gpu_package(("triton",), errors["triton"], has_gpu, without_triton),
+        *(_check_gpu_package(*facts, errors[name], has_gpu) for name, facts in packages.items()),
         core,
     ]
 
@@ -145,20 +150,19 @@ def _check_torch(torch_text: str, error_text: str, has_gpu: bool) -> Finding:
 
 
 def _check_gpu_package(
-    distributions: tuple[str, ...], error_text: str, has_gpu: bool, without_text: str, is_needed: bool = False
+    distributions: tuple[str, ...], without_text: str, error_text: str, has_gpu: bool
 ) -> Finding:
-    """Checks a package of GPUs, which may consist of several distributions."""
     name = distributions[0]
     versions = [f"{each} {version}" for each in distributions if (version := installed_version(each))]
     if not error_text:
         return Finding(name, ", ".join(versions) or "found on the path")
     if versions or "No module named" not in error_text:
-        advice = f"pip uninstall -y {' '.join(distributions)}"
-        advice += f", then {INSTALL_GPU}" if has_gpu else "; it is not needed on CPU"
+        then = f", then {INSTALL_GPU}" if has_gpu else "; it is not needed on CPU"
         found = f"{', '.join(versions) or 'no distribution'}, does not import: {error_text}"
-        return Finding(name, found, "broken", advice)
+        return Finding(name, found, "broken", f"pip uninstall -y {' '.join(distributions)}{then}")
     if has_gpu:
-        return Finding(name, f"not installed; {without_text}", "broken" if is_needed else "note", INSTALL_GPU)
+        state: State = "broken" if distributions is TE_DISTRIBUTIONS else "note"
+        return Finding(name, f"not installed; {without_text}", state, INSTALL_GPU)
     return Finding(name, "not installed; needed only on GPUs")
 
 
@@ -174,12 +178,11 @@ def _check_gpus(gpus: list[GpuInfo]) -> Iterator[Finding]:
         f"{gpu.gpu_name}, {gpu.total_memory_mib / 1024:.0f} GiB, driver {gpu.driver_version}" for gpu in gpus
     )
     found = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    if len(kinds) > 1:
-        yield Finding("gpus", found, "note", "the slowest and smallest of them limits the run")
-    else:
-        yield Finding("gpus", found)
-    used = [f"GPU {g.gpu_index} {g.used_memory_mib / 1024:.1f} GiB" for g in gpus if g.used_memory_mib > 1024]
-    if used:
+    limit = "the slowest and smallest of them limits the run" if len(kinds) > 1 else ""
+    yield Finding("gpus", found, "note" if limit else "ok", limit)
+    if used := [
+        f"GPU {g.gpu_index} {g.used_memory_mib / 1024:.1f} GiB" for g in gpus if g.used_memory_mib > 1024
+    ]:
         advice = "stop the program that nvidia-smi names, or set CUDA_VISIBLE_DEVICES"
         yield Finding("gpus in use", ", ".join(used), "note", advice)
 
@@ -188,11 +191,9 @@ def _check_environment() -> Finding:
     shown = sorted(
         f"{name}={value}" for name, value in os.environ.items() if name.startswith(WATCHED_VARIABLES)
     )
-    found = ", ".join(shown) or "none set"
-    if switches := [name for name in SLOW_NCCL_SWITCHES if os.environ.get(name, "0") not in ("0", "")]:
-        advice = f"unset {' '.join(switches)}: they switch off fast communication"
-        return Finding("nccl environment", found, "note", advice)
-    return Finding("nccl environment", found)
+    switches = [name for name in SLOW_NCCL_SWITCHES if os.environ.get(name, "0") not in ("0", "")]
+    advice = f"unset {' '.join(switches)}: they switch off fast communication" if switches else ""
+    return Finding("nccl environment", ", ".join(shown) or "none set", "note" if advice else "ok", advice)
 
 
 def check_all_reduce(num_gpus: int) -> Finding:
@@ -201,9 +202,12 @@ def check_all_reduce(num_gpus: int) -> Finding:
     num_ranks, backend = num_gpus or 2, "nccl" if num_gpus else "gloo"
     reduced = run_group("toolkit.doctor.all_reduce", [backend], num_ranks)
     if reduced.returncode:
-        found = f"over {num_ranks} ranks failed: {last_output_lines(reduced, 3)}"
-        advice = "run again with NCCL_DEBUG=INFO; check NCCL_SOCKET_IFNAME, /dev/shm and the driver"
-        return Finding("all-reduce", found, "broken", advice)
+        return Finding(
+            "all-reduce",
+            f"over {num_ranks} ranks failed: {last_output_lines(reduced, 3)}",
+            "broken",
+            "run again with NCCL_DEBUG=INFO; check NCCL_SOCKET_IFNAME, /dev/shm and the driver",
+        )
     speed = reduced.stdout.rpartition("RESULT ")[2].strip()
     return Finding("all-reduce", f"{backend} over {pluralize(num_ranks, 'rank')}: correct, {speed}")
 

@@ -9,7 +9,6 @@ import torch
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
-from megatron_vl.data.sample.thinking import GeneratedAnswer
 from megatron_vl.weights.trained_media import exported_media
 from toolkit.generate.answers import THINK, Answerer, with_trained_media
 
@@ -52,7 +51,6 @@ class CheckpointModel:
         return self.answerer.encoder.encode_prompt(messages, media_items, self.think)
 
     def _chat_part(self, part: Mapping[str, Any], media_items: list[MediaItem]) -> dict[str, str]:
-        """Converts a part for the chat template, and adds its medium to the list."""
         if part["type"] == "text":
             return {"type": "text", "text": str(part["value"])}
         if part["type"] not in ("image", "video") or not isinstance(part["value"], str):
@@ -72,9 +70,6 @@ class CheckpointModel:
             settings = dataclasses.replace(settings, video_fps=float(part["fps"]))
         media_items.append(encoder.encode_medium(part["type"], str(path), path.read_bytes(), settings))
         return {"type": part["type"]}
-
-    def generate_answer(self, prompt: Sequence[Mapping[str, Any]]) -> GeneratedAnswer:
-        return self.answerer.answer(self.encode(prompt))[0]
 
 
 def prompt_turns(prompt: Sequence[Mapping[str, Any]]) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:

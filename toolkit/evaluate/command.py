@@ -55,7 +55,6 @@ def find_dataset(data_argument: str) -> tuple[str, Path]:
 
 
 def print_table(result: Evaluation, report_path: Path) -> None:
-    """Prints one column a checkpoint, and what is wrong."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

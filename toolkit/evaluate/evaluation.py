@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,7 @@ class Evaluation:
     """What differs from the original or is missing, one line each."""
 
 
-def show_line(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+show_line = partial(print, file=sys.stderr, flush=True)
 
 
 def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) -> Evaluation:
@@ -113,12 +113,11 @@ def folder_hash(hf_dir: Path) -> str:
 
 
 def _check_options(options: EvaluateOptions) -> None:
-    if options.judge:
-        judge_host = urlsplit(options.judge.partition("@")[2]).hostname
-        if not judge_host:
-            raise UsageError(f"--judge {options.judge}: give the address of its server too, NAME@URL")
-        if judge_host not in ("localhost", "127.0.0.1", "::1"):
-            raise UsageError(f"--judge {options.judge}: the judge must be on this machine")
+    judge_host = urlsplit(options.judge.partition("@")[2]).hostname
+    if options.judge and not judge_host:
+        raise UsageError(f"--judge {options.judge}: give the address of its server too, NAME@URL")
+    if options.judge and judge_host not in ("localhost", "127.0.0.1", "::1"):
+        raise UsageError(f"--judge {options.judge}: the judge must be on this machine")
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / MARKER_FILE).exists():
         raise UsageError(
             f"--out {options.out} is not empty and of no earlier evaluation; give another folder"
@@ -142,7 +141,6 @@ def _package_versions() -> dict[str, str]:
 
 
 def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
-    """What decides answers and scores, with a choice for what was not given."""
     tensor_folder = check_hf_folder(options.original)
     [(code, _)] = Counter(map(tensor_folder.dtype_code, tensor_folder.file_by_tensor)).most_common(1)
     model_bytes = sum((options.original / name).stat().st_size for name in tensor_folder.reader_by_file)
@@ -166,7 +164,6 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
 
 
 def _ask_and_score(options: EvaluateOptions, result: Evaluation, lmu_data: Path) -> None:
-    """Lets VLMEvalKit ask and score all checkpoints, and adds what it wrote to ``result``."""
     work_dir = (options.out / "work").resolve()
     _prepare_work_dir(options, work_dir, result, lmu_data)
     _run_vlmevalkit(options, work_dir, result)
@@ -303,14 +300,16 @@ def compare_answers(original_dir: Path, converted_dir: Path) -> tuple[str, str, 
 
 def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> list[str]:
     """The converted checkpoint scores what the original scores; every checkpoint has the same metrics."""
-    expected = checkpoints["original"]["metrics"]
-    converted = checkpoints["converted"]["metrics"]
+    expected, converted = (checkpoints[role]["metrics"] for role in ("original", "converted"))
     missing = [
         f"{role}: metric {name!r} is missing; only {'the original' if name in expected else role} has it"
         for role, facts in checkpoints.items()
         for name in sorted(expected.keys() ^ facts["metrics"].keys())
         if expected and facts["metrics"]  # otherwise VLMEvalKit's reason is a problem already
     ]
-    common = expected.keys() & converted.keys()
-    others = [name for name in sorted(common) if converted[name] != expected[name]]
-    return missing + [f"{name}: {expected[name]} and {converted[name]}" for name in others]
+    common = sorted(expected.keys() & converted.keys())
+    return missing + [
+        f"{name}: {expected[name]} and {converted[name]}"
+        for name in common
+        if converted[name] != expected[name]
+    ]

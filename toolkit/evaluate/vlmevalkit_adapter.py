@@ -47,7 +47,6 @@ class VlmEvalKitModel:
         """Part of VLMEvalKit's interface, for models that make their own prompts."""
 
     def generate(self, message: list[dict[str, Any]], dataset: str | None = None) -> str:
-        """The answer to a prompt or to the last turn of a dialogue."""
         try:
             return self._answer([self._with_frame_settings(part) for part in message])
         except Exception:  # VLMEvalKit would catch it and go on
@@ -60,14 +59,14 @@ class VlmEvalKitModel:
         """A video part with the frames that its data set's name states, unless it has its own."""
         if message_part.get("type") != "video" or "nframes" in message_part or "fps" in message_part:
             return message_part
-        if self.nframe:
-            return message_part | {"nframes": self.nframe}
-        return message_part | {"fps": self.fps} if self.fps else message_part
+        settings = {"nframes": self.nframe} if self.nframe else {"fps": self.fps} if self.fps else {}
+        return message_part | settings
 
     def _answer(self, prompt: list[dict[str, Any]]) -> str:
         from toolkit.evaluate.checkpoint_model import prompt_turns
 
-        reply, parts = self.model.generate_answer(prompt), prompt_turns(prompt)[-1][1]
+        reply, _ = self.model.answerer.answer(self.model.encode(prompt))
+        parts = prompt_turns(prompt)[-1][1]
         prompt_text = json.dumps(prompt, default=str, sort_keys=True)
         line = {
             "key": hashlib.sha256(prompt_text.encode()).hexdigest()[:16],
@@ -122,7 +121,6 @@ def _read_dataset(job: dict[str, Any], build_dataset: Any) -> Any:
 
 
 def run_vlmevalkit(job: dict[str, Any]) -> None:
-    """Runs VLMEvalKit's program on all checkpoints."""
     try:
         from vlmeval import api, config, run
     except ImportError as error:
@@ -152,8 +150,8 @@ def run_vlmevalkit(job: dict[str, Any]) -> None:
     sys.argv = ["vlmeval", "--data", job["data"], "--model", *job["checkpoints"], "--work-dir", "../results"]
     sys.argv += ["--judge", job["settings"]["judge"]]
     if job["judge_url"]:
-        sys.argv += ["--judge-base-url", job["judge_url"]]
-        sys.argv += ["--judge-key", os.environ.get("OPENAI_API_KEY") or "none"]
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        sys.argv += ["--judge-base-url", job["judge_url"], "--judge-key", key]
     for name in job["checkpoints"]:
         config.supported_VLM[name] = partial(VlmEvalKitModel, job, name)
     run.main()

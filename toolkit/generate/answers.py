@@ -135,7 +135,6 @@ class Answerer:
 
 
 def encode_prompt(encoder: SampleEncoder, options: GenerateOptions) -> TokenizedSample:
-    """Encodes ``--image``, ``--video`` and ``--prompt``, in this order, as a user's turn."""
     files = [("image", path) for path in options.image] + [("video", path) for path in options.video]
     content = [*({"type": kind} for kind, _ in files), {"type": "text", "text": options.prompt}]
     media = [encoder.encode_medium(kind, str(path), path.read_bytes()) for kind, path in files]

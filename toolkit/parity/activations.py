@@ -20,20 +20,18 @@ from megatron_vl.training.rows.batch_broadcast import StepBatch
 from megatron_vl.training.trainer import Trainer
 
 from .errors import ErrorSums
-from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDING
+from .tolerances import ACTIVATION_TOLERANCE, BF16_RATIO, BF16_ROUNDING
 
 PATCH_EMBEDDING, VISION_MERGER, LOGITS = "patch embedding", "merger", "logits"
 VISION_LOCATIONS = (PATCH_EMBEDDING, VISION_MERGER, "vision layer", "DeepStack merger")
-"""Prefixes of the names of locations in the vision tower."""
 
 
 class ActivationRecorder:
     """Hooks on modules. Each copies a value to the host when the module is called."""
 
     def __init__(self) -> None:
+        # Maps each location, in the order of the hooks, to its values in the order of the calls.
         self.recorded_values: dict[str, list[Tensor]] = {}
-        """Maps each location to its values, in the order of the calls. Locations are in the order of their
-        hooks."""
         self._hook_handles: list[Any] = []
 
     def record_output(self, module: nn.Module, location: str) -> None:
@@ -62,8 +60,6 @@ def _keep(values: list[Tensor], module_value: Any) -> None:
 
 
 class HfActivationRecorder(ActivationRecorder):
-    """Records a model of ``transformers`` that runs samples one by one."""
-
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         super().__init__()
         vision_tower, language_model = model.model.visual, model.model.language_model
@@ -146,7 +142,7 @@ class MegatronActivationRecorder(ActivationRecorder):
         limits = dict.fromkeys(errors, ACTIVATION_TOLERANCE)
         if dtype == "bfloat16":  # against the fp32 reference
             for name, noise in facts["activation_noise"].items():
-                limits[name] = BF16_ACTIVATION_RATIO * max(noise, BF16_ROUNDING)
+                limits[name] = BF16_RATIO * max(noise, BF16_ROUNDING)
         departures = [name for name, error in errors.items() if not error <= limits[name]]
         return {"activations": errors, "departs": departures[0] if departures else ""}
 

@@ -228,5 +228,4 @@ def draw_samples(
 
 
 def write_cases(cases: Sequence[ParityCase], cases_path: Path) -> None:
-    """Writes the input file of :mod:`toolkit.parity.worker`."""
     cases_path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))

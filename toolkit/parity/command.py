@@ -10,7 +10,6 @@ from .options import ParityOptions
 
 
 def parity(options: ParityOptions) -> int:
-    """Compares the layouts and prints the table. Returns exit code 1 if a layout departs."""
     exit_on_signals()  # the temporary folders hold gradients of the whole model
     if not options.family:
         check_path(Path(options.hf), is_model=True)
@@ -25,7 +24,6 @@ def parity(options: ParityOptions) -> int:
 
 
 def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
-    """Prints the table, and a line for each layout that departs."""
     from rich.table import Table
 
     table = Table(title=f"{parity_report['hf']}, {parity_report['dtype']}: largest relative L2 errors")

@@ -72,9 +72,9 @@ def run_parity(options: ParityOptions, print_line: Callable[[str], None]) -> dic
                 raise UserError(f"--checkpoint {weights_dir} holds another model than --hf {hf_dir}")
             hf_dir = _with_rope_fields(hf_dir, work_dir / "hf", weights_spec.language.rope_fields)
 
-        # Every layout has this number of rows, so that one reference serves all of them.
-        row_multiple = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
-        num_rows = row_multiple * -(-2 // row_multiple)
+        # Every layout has this number of rows, at least two, so that one reference serves all of them.
+        num_rows = math.lcm(*(layout.row_multiple for layout in options.layout_specs))
+        num_rows *= 1 + (num_rows == 1)
         samples = prepare_samples(hf_dir, work_dir, num_rows)
         device = reference_device(hf_dir)
         print_line(
@@ -115,11 +115,10 @@ def reference_device(hf_dir: Path) -> str:
 
 def _run_reference(options: ParityOptions, hf_dir: Path, work_dir: Path, device: str) -> None:
     """Runs ``transformers`` in a process of its own, so that its memory is free when the layouts run."""
-    reference_dir = work_dir / "reference"
-    reference_dir.mkdir(exist_ok=True)
+    (work_dir / "reference").mkdir(exist_ok=True)
     job = ReferenceJob(
         hf=str(hf_dir),
-        out=str(reference_dir),
+        out=str(work_dir / "reference"),
         dtype=options.dtype,
         device=device,
         lora_rank=options.lora,
@@ -154,12 +153,11 @@ def prepare_samples(hf_dir: Path, work_dir: Path, least_samples: int) -> list[To
     records = [record for record in records if record["id"] in DEMO_CONVERSATIONS]
     conversations = []
     # Every row of the step needs a sample, so they are repeated if there are fewer.
-    for record in itertools.islice(itertools.cycle(records), max(len(records), least_samples)):
-        conversation = read_conversation(record)
+    repeated = itertools.islice(itertools.cycle(records), max(len(records), least_samples))
+    for conversation in map(read_conversation, repeated):
         images = [str(work_dir / "raw" / "media" / name) for _, name in conversation.media_references]
         conversations.append({"messages": conversation.messages, "images": images})
-    conversations_path = work_dir / "conversations.json"
-    conversations_path.write_text(json.dumps(conversations))
+    (conversations_path := work_dir / "conversations.json").write_text(json.dumps(conversations))
     return encode_conversations(conversations_path, hf_dir)
 
 
@@ -171,7 +169,6 @@ def _case_fields(
     num_rows: int,
     work_dir: Path,
 ) -> dict[str, Any]:
-    """The fields that the cases of all layouts share."""
     rows = list(itertools.pairwise(len(samples) * i // num_rows for i in range(num_rows + 1)))
     longest_row = max(sum(map(len, samples[start:end])) for start, end in rows)
     # All layouts get rows of one length, which each of them must be able to split.

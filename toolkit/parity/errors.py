@@ -20,8 +20,8 @@ class ErrorSums[Key: Hashable]:
     """The errors of tensors by key. Each rank adds those of its own parts."""
 
     def __init__(self) -> None:
+        # Squared norms of the difference and of what is expected, and number of elements.
         self.sums: dict[Key, NDArray[np.float64]] = {}
-        """Squared norms of the difference and of what is expected, and number of elements."""
 
     def add(self, key: Key, actual_part: Tensor, expected_part: Tensor, numel: int | None = None) -> None:
         """Adds a part, which stands for ``numel`` elements; None: for its own."""
@@ -42,6 +42,5 @@ class ErrorSums[Key: Hashable]:
     def error(self, key: Key, numel: int) -> float:
         """The :func:`relative_error` of a tensor of ``numel`` elements; infinite if parts are missing."""
         difference, scale, found_numel = self.sums.get(key, np.zeros(3)).tolist()
-        if found_numel != numel or not math.isfinite(difference):
-            return math.inf
-        return math.sqrt(difference / (scale or 1.0))
+        is_whole = found_numel == numel and math.isfinite(difference)
+        return math.sqrt(difference / (scale or 1.0)) if is_whole else math.inf

@@ -38,7 +38,7 @@ from toolkit.parity.case import ParityCase, build_case, draw_samples, pack_step
 from .activations import MegatronActivationRecorder
 from .errors import ErrorSums
 from .reference_job import find_reference
-from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from .tolerances import BF16_LOSS_TOLERANCE, BF16_RATIO, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 
 def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
@@ -134,9 +134,8 @@ def gradient_errors(trainer: Trainer, reference_dir: Path) -> dict[str, float]:
         tensor_info = expected_reader.tensor_infos[name]
         if not grid.is_first_copy(tensor_info):
             continue
-        twin = 0
-        if tensor_info.parallel_style == "replicated":
-            twin = grid.etp_rank if tensor_info.num_experts else grid.tp_rank
+        tensor_rank = grid.etp_rank if tensor_info.num_experts else grid.tp_rank
+        twin = tensor_rank if tensor_info.parallel_style == "replicated" else 0
         key = name, (grid.pp_rank, copy_counts[name, expert], twin)
         copy_counts[name, expert] += 1
         # The gradient that Megatron-core's DDP accumulates, in fp32.
@@ -165,7 +164,7 @@ def compare_one_pass(
 
     # In bf16, transformers' own error against fp32 is the measure.
     is_bf16 = case.dtype == "bfloat16"
-    gradient_limit = max(bf16_noise.values()) * BF16_GRADIENT_RATIO if is_bf16 else GRADIENT_TOLERANCE
+    gradient_limit = max(bf16_noise.values()) * BF16_RATIO if is_bf16 else GRADIENT_TOLERANCE
 
     # Frozen parts must have no gradient, and all others must have one.
     unexpected_names = sorted({name for name in table if model_part(name) not in case.freeze} ^ errors.keys())

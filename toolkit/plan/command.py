@@ -70,10 +70,9 @@ def _read_config(options: PlanOptions) -> TrainConfig:
     if not config.model.hf:
         raise UsageError("no model is given: megatron-vl plan --hf HF_DIR, or model.hf of a run")
     sets_batch = any("global_batch_size" in word or word == "--config" for word in options.fields)
-    if not sets_batch and config.global_batch_size < options.gpus:
-        # The field's default is for one GPU.
-        return dataclasses.replace(config, global_batch_size=8 * options.gpus)
-    return config
+    # The field's default is for one GPU.
+    is_small = not sets_batch and config.global_batch_size < options.gpus
+    return dataclasses.replace(config, global_batch_size=8 * options.gpus) if is_small else config
 
 
 def _host_gib(options: PlanOptions) -> float:

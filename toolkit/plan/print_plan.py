@@ -33,17 +33,16 @@ class Plan:
 
 
 def print_plan(found: Plan) -> None:
-    """Prints the rows, the layouts, and the chosen one with its memory and speed."""
     console = wide_console()
     request, chosen = found.request, found.chosen
     gpu, rows = request.gpu, chosen.rows
-    parameter_count, trained_count = count_parameters(request.config, request.spec)
+    counts = count_parameters(request.config, request.spec)
     print(
-        f"{request.spec.family}, {count_text(parameter_count)} parameters, on {request.world_size} x"
+        f"{request.spec.family}, {count_text(counts[0])} parameters, on {request.world_size} x"
         f" {gpu.name}{'' if gpu.is_measured else ' (not measured)'}, rows of"
         f" {request.config.data.seq_len} tokens, {pluralize(request.config.global_batch_size, 'row')} a step"
     )
-    if trained := trained_text(parameter_count, trained_count):
+    if trained := trained_text(*counts):
         print(trained)
     print(
         f"rows: {ASSUMED_ROWS_TEXT}\n  {rows.tokens:,.0f} tokens, {rows.loss_tokens:,.0f} with loss,"
@@ -84,10 +83,8 @@ def _memory_lines(found: Plan) -> list[str]:
         limit = f"of {request.host_gib:.1f} " * (request.host_gib < math.inf)
         lines.append(f"host memory: {chosen.host_gib:.1f} {limit}GiB for each GPU of the fullest stage")
     if not request.fits(chosen):
-        advice = "nothing else fits either"
-        if found.fitting:
-            advice = f"what would: {run_options(found.fitting[0], request.config)}"
-        lines.append(f"the run does not fit; {advice}")
+        others = [f"what would: {run_options(each, request.config)}" for each in found.fitting[:1]]
+        lines.append(f"the run does not fit; {' '.join(others) or 'nothing else fits either'}")
     return lines
 
 
@@ -106,6 +103,5 @@ def run_options(prediction: RunPrediction, base: TrainConfig) -> str:
 
 
 def _command_line_value(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return str(value).replace(" ", "").replace("'", "")
+    is_json = value is None or isinstance(value, bool)
+    return json.dumps(value) if is_json else str(value).replace(" ", "").replace("'", "")

@@ -45,7 +45,6 @@ def stage_contents(layout: Layout, pipeline_stage: int) -> list[str]:
 
 
 def _pass_text(resolved_run: ResolvedRun) -> str:
-    """How many steps a pass over the data takes, from the stored sizes of its samples."""
     from data_tools.sample_sources import open_encoder
     from data_tools.statistics import count_statistics, describe_pass
 

@@ -221,8 +221,8 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
     if not report.quarantined_records:
         return ""
 
-    refusals = f"{report.quarantined_records} of {all_records} cannot be used, the first one being"
-    refusals += f" {first_refusal(conversion.dataset_dir)}"
+    first = first_refusal(conversion.dataset_dir)
+    refusals = f"{report.quarantined_records} of {all_records} cannot be used, the first one being {first}"
     if conversion.part[1] == 1:
         refusals += f". {conversion.dataset_dir / 'quarantine.jsonl'} lists them"
     if report.samples and report.quarantined_records <= MAX_QUARANTINED * report.records:
@@ -233,8 +233,10 @@ def _report_records(report: DataReport, conversion: ConversionOptions) -> str:
         folders = " and ".join(map(str, conversion.roots.folders))
         refusals += f", or give another folder than {folders} with --media-root"
     if report.samples:
-        refusals += ". `megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder"
-        refusals += " is a data.path too"
+        refusals += (
+            ". `megatron-vl data convert --max-quarantined SHARE` leaves more of them out; its folder is a"
+            " data.path too"
+        )
     return refusals
 
 
@@ -261,7 +263,6 @@ def _digest(records_path: Path) -> str:
 
 
 def _was_converted(records_path: Path, dataset_dir: Path, options: RecordOptions) -> bool:
-    """Whether a start has made the data set of these records."""
     if not records_file(records_path).exists():
         raise RunConfigError(f"data.path {records_path} does not exist")
     if records_path.is_fifo():

@@ -54,7 +54,6 @@ def export(options: ExportOptions) -> int:
 
 
 def _print_report(report: WeightsReport, original: str = "") -> int:
-    """Prints sizes, speed, layout and notes of a conversion. Returns exit code 0."""
     print(
         f"{report.out}: {report.tensors} tensors in {pluralize(report.files, 'file')}, "
         f"{report.bytes / 1e9:.2f} GB, {report.seconds:.1f} s, "
@@ -66,9 +65,11 @@ def _print_report(report: WeightsReport, original: str = "") -> int:
         print(f"layout: tp {layout.tp}, pp {layout.pp}, vpp {layout.vpp}, layers {layers}{experts}")
 
     if report.carried:
-        treatment = "not converted: they are not trained, and an export copies them from the original folder"
-        if original:
-            treatment = "copied from the original folder as they are: they were not trained"
+        treatment = (
+            "copied from the original folder as they are: they were not trained"
+            if original
+            else "not converted: they are not trained, and an export copies them from the original folder"
+        )
         print(f"note: {report.carried} tensors of multi-token prediction (mtp.*) were {treatment}")
     for note in report.notes:
         print(f"note: {note}")

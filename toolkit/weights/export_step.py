@@ -104,11 +104,9 @@ def _check_free_space(export_job: ExportJob, writes_peft: bool) -> None:
     source_dir = Path(export_job.checkpoint) / "weights" if writes_peft else Path(export_job.hf)
     size = sum(path.stat().st_size for path in source_dir.glob("*.safetensors"))
     size *= 1 if writes_peft or not is_fp8_folder(source_dir) else 2  # it is written in bfloat16
-    next_size = 0
-    if not export_job.is_last:  # the next checkpoint will be as large; a large run's has many thousand files
-        next_size = sum(
-            path.stat().st_size for path in Path(export_job.checkpoint).rglob("*") if path.is_file()
-        )
+    # The next checkpoint will be as large; a large run's has many thousand files.
+    saved_files = () if export_job.is_last else Path(export_job.checkpoint).rglob("*")
+    next_size = sum(path.stat().st_size for path in saved_files if path.is_file())
     free_bytes = shutil.disk_usage(Path(export_job.out).parent).free
     if free_bytes < size + next_size:
         raise UserError(
