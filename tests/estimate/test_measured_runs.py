@@ -1,7 +1,7 @@
 """The closed form beside every measured run of the log (``measured_runs.json``).
 
-Peaks of a tower on every rank with more than four rows a step were measured before their features moved to host
-memory, and are left out.
+Peaks of a tower on every rank with more than four rows a step were measured before their features moved to
+host memory, and are left out.
 """
 
 import itertools
