@@ -1,6 +1,6 @@
 """How many tokens that multi-token prediction drafts does a model accept after it was fine-tuned?
 
-    python -m benchmarks.mtp_acceptance [--steps 200] [--fine-tuning 100] [--lr 2e-3]
+    python -m benchmarks.mtp_acceptance [--steps 200] [--fine-tuning 100] [--lr 2e-3] [--seed 0]
 
 A small Qwen3.5 with random weights learns the demo's conversations together with its multi-token prediction.
 Then it is fine-tuned to other answers: with the layer as it is, with the layer trained alone, and jointly.
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--fine-tuning", type=int, default=100)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     options = parser.parse_args()
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (alone | {"MASTER_PORT": "29561"}).items():
@@ -137,7 +138,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         d, joint = Path(folder), MtpConfig(loss=0.3, trains="all")
         hf = write_tiny_checkpoint(
-            d / "hf", "qwen3_5", texts=conversation_texts(), dtype=torch.float32, **SIZES
+            d / "hf",
+            "qwen3_5",
+            seed=options.seed,
+            texts=conversation_texts(),
+            dtype=torch.float32,
+            **SIZES,
         )
         media = write_raw_data(d / "raw").parent / "media"
         encoder, table = SampleEncoder(hf), {}
