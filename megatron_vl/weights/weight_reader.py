@@ -26,6 +26,7 @@ from megatron_vl.weights.tensor_files import (
     TensorReader,
     WeightsError,
 )
+from megatron_vl.weights.trained_media import read_json_object
 
 
 def find_weights_dir(given_path: str | Path) -> Path:
@@ -93,6 +94,9 @@ class WeightReader(CanonicalWeights):
     def __init__(self, path: str | Path, *, should_verify: bool = True, takes_lora: bool = False) -> None:
         self.path = find_weights_dir(path)
         self.manifest = read_manifest(self.path / MANIFEST_FILE)
+        if self.path.name == "weights" and (run_json := self.path.parent / "run.json").exists():
+            if read_json_object(run_json).get("weights", self.manifest["digest"]) != self.manifest["digest"]:
+                raise WeightsError(f"{self.path} does not belong to {run_json} (its digest differs)")
         try:
             self.spec = read_spec(self.manifest["hf_config"]).with_mtp(bool(self.manifest.get("mtp")))
             layout = self.manifest["layout"]

@@ -339,11 +339,6 @@ def count_outcomes(folder: str, count: int) -> dict[str, int]:
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.xfail(
-    reason="types in a signed manifest are read late; merge and export do not compare whole weights of"
-    " another step, or an absent or other run.json, with the rest of the step",
-    strict=False,
-)
 def test_damaged_checkpoint_is_refused_by_name_or_unharmed(tmp_path: Path) -> None:
     """In a process of its own: the trainer's CPU platform changes torch for the rest of it."""
     counts = call(count_outcomes, folder=str(tmp_path), count=500, timeout_s=3000)

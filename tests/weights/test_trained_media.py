@@ -127,6 +127,13 @@ def test_damaged_run_json_is_refused(hf: Path, step: Path, tmp_path: Path, damag
         with pytest.raises(WeightsError, match=r"run\.json was changed after it was written"):
             write(*arguments, tmp_path / "refused")
 
+    (step / "run.json").unlink()
+    with pytest.raises(WeightsError, match=r"run\.json is missing"):
+        export_weights(step, hf, tmp_path / "refused")
+    write_run_json(step, {"weights": "those of another step"})
+    with pytest.raises(WeightsError, match=r"weights does not belong to .*run\.json"):
+        reshard_weights(step, tmp_path / "refused")
+
     # The weights alone are whole.
     shutil.copytree(step / "weights", tmp_path / "weights")
     export_weights(tmp_path / "weights", hf, tmp_path / "out")
