@@ -39,9 +39,9 @@ def use_all_of(hf: Path, out: Path) -> None:
     DemoReference(hf, video_fps=2.0, video_max_frames=4)
     image = out / "image.png"
     Image.new("RGB", (56, 56)).save(image)
-    CheckpointModel(hf, ASKED, [out]).generate_answer(
-        [{"type": "image", "value": str(image)}, {"type": "text", "value": "What?"}]
-    )
+    model = CheckpointModel(hf, ASKED, [out])
+    question = [{"type": "image", "value": str(image)}, {"type": "text", "value": "What?"}]
+    model.answerer.answer(model.encode(question))
 
 
 @pytest.mark.parametrize("renamed", [False, True])
