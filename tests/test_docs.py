@@ -93,7 +93,6 @@ def check_command(line: str) -> None:
 
 @pytest.fixture(scope="module")
 def readers_files(tiny_checkpoint, tmp_path_factory) -> Path:
-    """A folder with what documents ask their readers to have."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "checkpoints").mkdir()

@@ -120,7 +120,6 @@ def code_cells() -> list[str]:
 
 
 def run_shell(line: re.Match[str]) -> str:
-    """A ``!command`` of IPython, which may not fail here."""
     return f"__import__('subprocess').run({line[1]!r}, shell=True, check=True)"
 
 
@@ -161,7 +160,6 @@ def test_scripts_parse_and_have_valid_commands(script):
 
 
 def environment(**variables: str | Path) -> dict[str, str]:
-    """This environment with the programs of this Python first on the path."""
     own = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     return os.environ | own | {key: str(value) for key, value in variables.items()}
 

@@ -1,5 +1,4 @@
-"""A rank starts without what it does not use: a compiler, wandb, TensorBoard, scikit-learn. All of them are
-unchanged for the user afterwards."""
+"""A rank starts without a compiler, wandb, TensorBoard and scikit-learn, which stay as they were."""
 
 import errno
 import importlib.util

@@ -1,7 +1,4 @@
-"""The rules ask for every released tensor, and tile each element once.
-
-That the converted weights compute the same is what the parity table compares.
-"""
+"""The rules ask for every released tensor, and tile each element once."""
 
 import json
 import math

@@ -85,10 +85,7 @@ MOE_LAYOUTS: list[dict[str, Any]] = [{"tp": 2, "ep": 2}, {"pp": 2, "ep": 4, "etp
     ],
 )
 def test_adapters_keep_their_bits_through_all_layouts(tmp_path, adapters, family, trains_whole) -> None:
-    """PEFT -> unsplit -> TP4 -> PP2 -> ... -> PEFT: peft loads the result and computes the same.
-
-    It is merged as peft merges it, and tensors without an adapter keep their bits.
-    """
+    """PEFT -> unsplit -> TP4 -> PP2 -> ... -> PEFT; computes and merges as peft, the rest stays as it is."""
     hf, adapter, out = float_checkpoint(family), adapters(family), tmp_path / "out"
     if trains_whole:
         adapter = tmp_path / "peft"

@@ -1,5 +1,4 @@
-"""HF -> Megatron -> HF gives back every byte for the structures of all sizes, all layouts and
-all naming styles."""
+"""HF -> Megatron -> HF gives back every byte, for all sizes, layouts and naming styles."""
 
 import itertools
 import json

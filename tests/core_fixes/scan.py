@@ -1,5 +1,4 @@
-"""Finds where the packages reach into Megatron-core, Energon, Transformer Engine and torch, by reading their
-source."""
+"""Finds in source where packages reach into Megatron-core, Energon, Transformer Engine and torch."""
 
 import ast
 from collections.abc import Callable
@@ -105,7 +104,6 @@ def is_private(name: str) -> bool:
 
 @cache
 def modules() -> list[Module]:
-    """Every module of the packages."""
     return [Module(path) for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
@@ -121,7 +119,6 @@ def reaches(find: Callable[[Module, ast.AST], list[str]]) -> list[Reach]:
 
 
 def foreign_bases(module: Module, node: ast.AST) -> list[str]:
-    """Base classes of core, Energon and Transformer Engine."""
     bases = [module.dotted(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
     return [base for base in bases if is_foreign(base) and not base.startswith("torch.")]
 

@@ -42,12 +42,8 @@ PUBLIC_BASE_CLASSES = REGISTER["public_base_classes"]
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
 
 
-# --- Entries are true
-
-
 @pytest.mark.parametrize("code", FIXES)
 def test_register_entry_is_true(code: str) -> None:
-    """What it touches and its test exist, and it says why and until when."""
     fix = FIXES[code]
     module, _, name = code.partition(":")
     assert hasattr(importlib.import_module(module), name)
@@ -60,8 +56,7 @@ def test_register_entry_is_true(code: str) -> None:
 
 
 def installed(target: str) -> bool:
-    """Whether the package of a dotted name is; core's own modules for Transformer Engine and APEX are empty
-    without them."""
+    """Whether the package is; core's own modules for Transformer Engine and APEX are empty without them."""
     if target.endswith("fused_weight_gradient_mlp_cuda"):
         return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     te_modules = ("transformer_engine.", "megatron.core.extensions.transformer_engine.")
@@ -96,9 +91,6 @@ def test_register_entry_names_its_thread_or_has_a_report_to_file() -> None:
     assert REGISTER["versions"]["megatron-core"] == TESTED_CORE_VERSIONS[-1]
 
 
-# --- None is missing
-
-
 def unlisted(reaches: list[scan.Reach]) -> list[str]:
     """Those that no entry of the same module names. Classes may be named where they are defined instead of
     where they are imported from; of an object that is not known, the attribute counts."""
@@ -131,9 +123,6 @@ def test_register_has_every_filter() -> None:
     assert modules and modules <= {code.partition(":")[0] for code in FIXES}
 
 
-# --- Versions
-
-
 def test_core_of_an_unknown_version_is_refused_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a run and by a platform, unless a variable lets it through."""
     from megatron_vl import platform
@@ -156,9 +145,6 @@ def test_core_of_an_unknown_version_is_refused_first(monkeypatch: pytest.MonkeyP
     version.side_effect = importlib.metadata.PackageNotFoundError("megatron-core")
     with pytest.raises(CoreVersionError, match="megatron-core is not installed; pip install"):
         check_core_version()
-
-
-# --- Fixes are there, and still needed
 
 
 class PlainGroupedLinear(nn.Module):
@@ -241,7 +227,6 @@ def test_fusion_of_weight_gradients_needs_apex_in_core() -> None:
 
 @in_ranks()
 def test_core_brings_counts_of_experts_to_the_host() -> None:
-    """Core's dispatcher does, and ours does not."""
     get_platform("cpu")
     from megatron.core.transformer.moe import token_dispatcher
 

@@ -28,8 +28,7 @@ def asked(number: int, *questions: str) -> list[dict[str, str]]:
 
 
 def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
-    """Conversations of every kind in turn: one image, text only, two images, a video, OpenAI parts with
-    all of them."""
+    """Conversations of each kind: an image, text, two images, a video, OpenAI parts with all of them."""
     records: list[dict[str, Any]] = []
     for i in range(count):
         write(root / f"images/{i}.img", encoded(40 + 11 * (i % 7), 60 + 17 * (i % 5), KINDS[i % 5], seed=i))

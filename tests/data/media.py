@@ -41,7 +41,6 @@ FORMS["exif"][1]["exif"][0x0112] = 6
 
 
 def encoded(height: int, width: int, kind: str = "png", seed: int = 0) -> bytes:
-    """An image file of one of the kinds above."""
     mode, options = FORMS[kind]
     channels = {"rgba": 4, "grey16": 1}.get(kind, 3)
     values, out = image(height, width, seed, channels), io.BytesIO()

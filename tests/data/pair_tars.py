@@ -27,7 +27,6 @@ def pair_members(key: str, number: int, caption: str, *, in_json: bool = False) 
 
 
 def read_tar(path: Path) -> dict[str, dict[str, bytes]]:
-    """The members of each key by extension."""
     samples: dict[str, dict[str, bytes]] = {}
     with tarfile.open(path) as tar_file:
         for member in tar_file:
@@ -69,7 +68,6 @@ def write_pair_tars(folder: Path, tars: int, pairs: int) -> list[str]:
 
 
 def index(out: Path, hf: Path, *inputs: object, members: tuple[str, ...] = (), workers: int = 1) -> TarReport:
-    """What ``data index --input INPUTS --out OUT`` does."""
     data, spec = DataConfig(path=str(out)), read_spec(hf)
     encoder, sizes_name = open_encoder(data, spec, hf), compute_tokenization_id(hf, spec, data)
     tars = find_tars([str(one) for one in inputs])

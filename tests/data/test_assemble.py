@@ -99,8 +99,7 @@ def test_row_holds_each_sample_as_it_would_be_alone(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_and_features_go_to_their_own_placeholders(family):
-    """Undoing the tower's order gives the patches of each medium in HF's order, at
-    that medium's placeholders."""
+    """Undoing the tower's order gives each medium's patches in HF's order, at its placeholders."""
     spec = spec_of(family)
     samples = [sample_of(spec, parts, seed) for seed, parts in enumerate(CASES.values())]
     row = pack_row(samples, spec, sum(map(len, samples)))

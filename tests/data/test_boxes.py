@@ -45,7 +45,6 @@ SIZE = {"height": 200, "width": 400}
 
 
 def written(family: str, objects: Sequence[dict[str, Any]], answer: Any, **turn: Any) -> Any:
-    """An answer with its objects, for a family and its default limits."""
     spec = spec_of(family)
     settings = PixelSettings(spec.vision.patch_size)
     grid = image_grid(200, 400, settings)
@@ -173,7 +172,6 @@ def test_answers_with_boxes_of_an_unsaid_frame_are_counted(answer, fields, unsai
 
 
 def test_boxes_of_documents_become_objects() -> None:
-    """Grounded captions, interleaved documents with numbered images, and boxes that are written."""
     caption = {"image": "a.png", "caption": "A <ref-object> at <bbox>."}
     objects = {"ref": ["cat"], "bbox": [[0.1, 0.2, 0.5, 1]], "bbox_type": "norm1"}
     read = read_conversation(caption | {"objects": objects})
@@ -292,8 +290,7 @@ LIMITS: dict[str, dict[str, int]] = {
 
 
 def write_image(folder: Path, kind: str) -> str:
-    """Writes a grey image with a red object, and returns its name; the transparent one is transparent around
-    the object."""
+    """Writes a grey image with a red object, alone opaque in the transparent one, and returns its name."""
     height, width = IMAGES[kind]
     x1, y1, x2, y2 = CORNERS
     values = np.full((height, width, 4), (200, 200, 200, 0 if kind == "transparent" else 255), np.uint8)
@@ -346,7 +343,6 @@ def raw_samples(encoder: RowEncoder, path: Path) -> list[RawSample]:
 
 
 def with_image(folder: Path, kind: str, records: list[dict[str, Any]]) -> tuple[Path, DataReport]:
-    """The records as a data set, each with this image."""
     name = write_image(folder / "media", kind)
     return converted(folder, [record | {"images": [name]} for record in records])
 
@@ -367,8 +363,7 @@ def encoded_and_counted(
 
 @pytest.mark.parametrize("family", GOLDEN)
 def test_boxes_cover_the_object_as_the_model_sees_it(family: str, drawn: Path, tmp_path: Path) -> None:
-    """Converted, indexed with one run's limits and read with three others': each box lies on the object to a
-    pixel, in the digits that are trained on, and the sizes in the index are those of the samples."""
+    """Indexed with one run's limits and read with three others': each box lies on the object to a pixel."""
     hf = tiny_files(family, tmp_path)
     spec = read_spec(hf)
     (result,) = index_datasets(DataConfig(path=str(drawn)), spec, hf)
@@ -418,8 +413,7 @@ def test_boxes_of_the_resized_image_follow_the_limits_of_each_run(tmp_path: Path
 )
 def test_boxes_on_images_with_own_limits_stay_in_one_row(family: str, tmp_path: Path) -> None:
     """Their digits follow the image's own size, also under the released vocabulary. A conversation with boxes
-    is not cut, because a part might lack the image; its tokens are counted and remembered as those of other
-    samples."""
+    is not cut, because a part might lack the image."""
     records = []
     for own in ({"max_pixels": 9000}, {"resized_height": 1500, "resized_width": 1800}, {}):
         turns = [user([{"type": "image", **own}]), assistant("<bbox>"), user("?"), assistant("<bbox>")]

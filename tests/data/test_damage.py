@@ -59,7 +59,6 @@ def dataset(pristine, tmp_path):
 
 
 def keys(*left_out: int) -> set[str]:
-    """Those of all samples but these."""
     return {f"{i:09d}" for i in range(COUNT) if i not in left_out}
 
 
@@ -97,7 +96,6 @@ WHOLE_SHARD = {
 
 @pytest.mark.parametrize("damage, reason, workers", WHOLE_SHARD.values(), ids=WHOLE_SHARD)
 def test_missing_shard_costs_its_samples_alone(dataset, damage, reason, workers):
-    """The other shards are read, and each missing sample is counted under its place in the shard."""
     damage(dataset / "train-000002.tar")
     used, dropped = epoch(dataset, num_workers=workers)
     missing = {f"train-000002.tar[{i}]" for i in range(6)}
@@ -183,8 +181,7 @@ def test_processes_share_the_ten_logged_samples(num_workers, lines, monkeypatch,
 
 
 def test_shard_that_does_not_answer_is_skipped_and_counted(dataset, monkeypatch):
-    """It is a pipe to which nobody writes, so that opening it waits. The rest of the shard is refused while
-    that read has not returned."""
+    """A pipe to which nobody writes; the rest of the shard is refused while that read has not returned."""
     monkeypatch.setattr(tolerant_reader, "SAMPLE_TIMEOUT_S", 4.0)
     shard = dataset / "train-000001.tar"
     shard.unlink()
@@ -214,9 +211,6 @@ def test_sample_that_takes_too_long_is_not_trained_on(pristine, monkeypatch):
     assert refused == ("encoding takes too long", "it took longer than 1e-09 s")
 
 
-# --- The limit ----------------------------------------------------------------------------------------------
-
-
 def test_bad_sample_share_stops_a_run():
     meter = BadSampleMeter(0.01)
     meter.add_counts(50, {"image does not decode": 10})
@@ -233,9 +227,6 @@ def test_bad_sample_share_stops_a_run():
     other = BadSampleMeter(0.01)
     other.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     assert other.stop_reason() == meter.stop_reason()
-
-
-# --- Packing ------------------------------------------------------------------------------------------------
 
 
 def test_row_choice_is_the_fullest_of_all_subsets():

@@ -137,7 +137,6 @@ def test_shards_may_have_any_name_inside_the_folder(tmp_path):
 
 
 def keys(path: Any, count: int, state: dict[str, Any] | None = None, **changes: Any) -> Any:
-    """The keys of the samples of the next rows, and the state after them."""
     config = DataConfig(path=path, seq_len=256, num_workers=0, **changes)
     loader = open_loader(config, tiny_checkpoint(), rows_per_step=2)
     if state is not None:

@@ -138,7 +138,6 @@ def test_cut_by_hand():
 
 
 def documents(root: Path) -> list[dict[str, Any]]:
-    """Documents of all lengths, some with media between their texts."""
     write(root / "media/a.png", encoded(56, 84, "png", seed=1))
     write(root / "media/b.png", encoded(112, 112, "png", seed=2))
     draw = np.random.default_rng(5)
@@ -214,7 +213,6 @@ def test_parts_of_documents_come_once_a_pass_and_hold_every_token(dataset, famil
 
 
 def test_parts_of_documents_survive_resume_on_other_ranks_in_a_mixture(dataset, talks, tmp_path):
-    """A run over documents and conversations stops after each of its steps, and continues on two ranks."""
     hf = tiny_checkpoint("qwen2_5_vl")
     parts = [{"path": str(dataset), "repetitions": 1}, {"path": str(talks), "repetitions": 2}]
     config = settings(write_blend(tmp_path, train={"blend_epochized": parts}))
@@ -321,8 +319,6 @@ def exchange(question: Any, *answers: str) -> list[dict[str, Any]]:
     return [user(question), *map(assistant, answers)]
 
 
-# --- By hand ------------------------------------------------------------------------------------------------
-
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 HEAD = [IM_START, "s", "yst", "em", "Ċ", "S", ".", IM_END, "Ċ"]
 PICTURE = ["<|vision_start|>", *["<|image_pad|>"] * 6, "<|vision_end|>"]
@@ -411,9 +407,6 @@ def test_exchanges_under_a_thinking_template_keep_their_tokens():
         "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\nA.<|im_end|>\n",
         "<|im_start|>user\nb?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nB.<|im_end|>\n",
     ]
-
-
-# --- Rows ---------------------------------------------------------------------------------------------------
 
 
 def records(root: Path) -> list[dict[str, Any]]:

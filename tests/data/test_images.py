@@ -260,8 +260,7 @@ def test_damaged_images_are_refused(name):
 
 
 def test_usual_images_are_taken():
-    """Also a JPEG with bytes after its end or without its end marker, as cameras write them, and one with two
-    images in it."""
+    """Also a JPEG with bytes after its end or without its end marker, and one with two images in it."""
     first, second = (Image.new("RGB", (16, 16), (value,) * 3) for value in (90, 10))
     trailing = saved(first, "JPEG") + b"maker's notes"
     two = saved(first, "MPO", save_all=True, append_images=[second])

@@ -54,7 +54,6 @@ def loader(path, family="qwen2_5_vl", **changes):
 
 
 def stored(path):
-    """Maps each key to (record, members) for all samples of a data set."""
     samples = {key: parts for shard in path.glob("*.tar") for key, parts in read_tar(shard).items()}
     return {key: (json.loads(parts["json"]), parts) for key, parts in samples.items()}
 
@@ -123,8 +122,7 @@ def test_rows_equal_the_hf_processor(dataset, family):
 
 
 def pixel_table(row, spec, norm):
-    """Maps token positions to the normalised patches [merge_unit, patch_dim] of their merge unit,
-    in HF's order."""
+    """Token positions -> the normalised patches [merge_unit, patch_dim] of their unit, in HF's order."""
     planes = norm.normalize_planes(row.vision.planes)[row.vision.plane_index.long()]
     patches = planes.unflatten(-1, (3, -1)).transpose(1, 2)
     patches = patches.reshape(-1, spec.vision.merge_unit, spec.vision.patch_dim)

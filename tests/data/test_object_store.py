@@ -1,7 +1,4 @@
-"""A data set in an object store gives the rows that the same folder gives.
-
-The store is moto's S3 server on this machine, and rows are read through Energon's storage client.
-"""
+"""A data set in an object store (moto's S3, read by Energon's client) gives the rows of the same folder."""
 
 import json
 import logging
@@ -74,7 +71,6 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory, store):
-    """A data set on disk, and its copy at ``STORED``."""
     folder = tmp_path_factory.mktemp("data")
     out, _ = converted(folder, mixed_records(folder / "media", 12), val_fraction=0.2, samples_per_shard=5)
     hf = tiny_checkpoint("qwen2_5_vl")
@@ -95,7 +91,6 @@ def open_rows(path, **changes):
 
 
 def rows(path, count: int, state=None, **changes):
-    """The next rows of a data set and the state after them."""
     loader = open_rows(path, **changes)
     if state is not None:
         loader.load_state_dict(state)
@@ -161,7 +156,6 @@ def requests(monkeypatch):
 
 @pytest.fixture
 def sets(dataset):
-    """The data set in the store as Energon knows it, and a reader of the folder."""
     local, stored = (open_rows(path)._planning_context.datasets[0] for path in (dataset, STORED))
     return stored, open_sample_reader(local, bytes)
 

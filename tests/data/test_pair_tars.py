@@ -159,7 +159,6 @@ def truncated(path: Path, at: int) -> tuple[set[int], str]:
 
 
 def damaged_header(path: Path, at: int) -> tuple[set[int], str]:
-    """What follows cannot be found."""
     with tarfile.open(path) as tar_file:
         member = tar_file.getmembers()[2 * at]
     with path.open("r+b") as file:
@@ -322,7 +321,6 @@ def test_members_are_found_by_the_given_extensions_and_answer_a_question(tmp_pat
 
 
 def test_tars_of_text_alone(tmp_path, hf):
-    """A text is a document; images beside it are passed over."""
     members = [("a.txt", b" One text. "), ("b.json", b'{"text": "Two texts."}'), ("c.json", b'{"t": 1}')]
     members += [("d.jpg", encoded(30, 40)), ("d.txt", b"Three texts."), ("e.txt", b""), ("f.txt", b"\xff")]
     write_tar(tmp_path / "a.tar", members)
@@ -350,9 +348,6 @@ def test_inputs_may_be_braces_folders_and_lists(tars, tmp_path):
             find_tars(wrong)
     with pytest.raises(LoaderError, match="write msc://PROFILE.* or s3://BUCKET"):
         find_tars(["gs://bucket/{0..3}.tar"])
-
-
-# --- Again --------------------------------------------------------------------------------------------------
 
 
 def test_killed_index_continues(tmp_path, hf, monkeypatch):
@@ -408,7 +403,6 @@ def test_changed_and_new_tars_are_named_and_read_alone(tmp_path, hf):
 
 
 def test_folder_of_the_tars_may_be_that_of_the_data_set(tmp_path, hf):
-    """It can be moved with them."""
     write_pair_tars(tmp_path / "a", tars=2, pairs=2)
     index(tmp_path / "a", hf, tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / "b")
@@ -416,7 +410,6 @@ def test_folder_of_the_tars_may_be_that_of_the_data_set(tmp_path, hf):
 
 
 def test_parts_are_read_as_one_data_set(tmp_path, hf):
-    """Several nodes may index some tars each."""
     write_pair_tars(tmp_path / "tars", tars=3, pairs=3)
     index(tmp_path / "out/part-00000-of-00002", hf, tmp_path / "tars/{00000..00001}.tar")
     index(tmp_path / "out/part-00001-of-00002", hf, tmp_path / "tars/00002.tar")
@@ -515,9 +508,6 @@ def test_refusal_of_a_store_is_no_damage_and_is_named(store, tmp_path, hf, monke
     shown = capsys.readouterr().err
     assert "0.tar cannot be read: no" in shown and "This is a bug" not in shown
     assert main(["data", "index", *given]) == 0
-
-
-# --- Commands -----------------------------------------------------------------------------------------------
 
 
 def test_commands_index_and_show_tars(tars, tmp_path, hf, capsys):

@@ -32,7 +32,6 @@ def call(arguments: Any = None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory) -> dict[str, ChatEncoder]:
-    """Encoders with the released templates, and those that come with this program."""
     root = tmp_path_factory.mktemp("roles")
     dropping = root / "dropping.jinja"  # as Qwen3-VL's, it passes over a late system turn without a word
     dropping.write_text(
@@ -58,8 +57,6 @@ def trained_text(ours: ChatEncoder, messages: list[dict], grids: Any = (), **mor
         assert ids.tolist() == ours.tokenizer(rendered)["input_ids"]
     return ours.tokenizer.decode(ids[mask.bool()])
 
-
-# --- Orders of roles ----------------------------------------------------------------------------------------
 
 ORDERS = {
     "a late system turn": [ASK, SAY, RULE, ASK, SAY],
@@ -124,8 +121,6 @@ def test_conversations_without_a_question_or_a_result_are_refused(messages) -> N
     assert caught.value.reason == "wrong role order"
 
 
-# --- Unfinished conversations -------------------------------------------------------------------------------
-
 TWO = {**call(), "tool_calls": call()["tool_calls"] * 2}
 UNFINISHED = {
     "a user's turn": ([ASK, SAY, ASK], 2, 1),
@@ -144,8 +139,6 @@ def test_finished_turns_are_kept(encoders, end) -> None:
     assert (read.messages, read.unfinished_turns) == (messages[:kept], left_out)
     assert trained_text(encoders["tools"], read.messages)
 
-
-# --- Digits of arguments ------------------------------------------------------------------------------------
 
 DIGITS = '{"x": 0.10, "deep": [1.50, {"y": -0.0, "z": 1e5}], "n": 7, "f": 2.5}'
 

@@ -87,7 +87,6 @@ def dataset(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(dataset, tmp_path) -> Path:
-    """A copy of the data set."""
     return shutil.copytree(dataset, tmp_path / "set")
 
 
@@ -175,8 +174,7 @@ def test_resume_on_other_ranks_and_workers_takes_the_same_samples(dataset, monke
 
 
 def test_loader_closes_at_once_while_its_planner_works(dataset, monkeypatch):
-    """And while its processes read, for each of which torch waits five seconds. No process is left, which the
-    next user of the rank's children would count."""
+    """And while its processes read, for each of which torch waits five seconds. No process is left."""
     plan, calls = BatchPlanner.next_batch, iter(range(100))
     planning, reading = multiprocessing.Value("i", 0), multiprocessing.Value("i", 0)
 
@@ -234,8 +232,7 @@ def test_row_that_cannot_be_shared_ends_the_run(dataset, monkeypatch):
 
 
 def test_row_is_shorter_where_sizes_are_wrong(dataset, folder):
-    """A shard that is gone, and an index that lies about a sample: ranks still have as many rows, of the
-    other samples."""
+    """A shard is gone, and the index lies about a sample: ranks still have as many rows, of other samples."""
     [path] = (folder / METADATA_DIR / SIZES_DIR).glob("*/samples.npy")
     sizes = np.load(path)
     sizes["tokens"][5] += 1
@@ -348,7 +345,6 @@ def test_tokenizer_digest_ignores_how_files_are_written(tmp_path):
 
 
 def test_resume_finds_damage_when_the_state_is_loaded(dataset):
-    """With processes too, which would find it only later."""
     first = Run(dataset, 1)
     first.steps(1)
     state = first.stop()
@@ -498,7 +494,6 @@ def test_index_stores_no_fault_of_the_machine(dataset, monkeypatch):
 
 
 def exclude(folder: Path, *names: str) -> None:
-    """Leaves out shards and samples of a data set, as a user edits its ``split.yaml``."""
     path = folder / METADATA_DIR / "split.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"exclude": list(names)}))
     assert read_description(folder).excluded_names == list(names)

@@ -130,9 +130,6 @@ def test_reference_processor_gives_the_ids_of_the_file(folder):
     assert tokenizer("abc 123456 x")["input_ids"] == file.encode("abc 123456 x").ids
 
 
-# --- Added tokens -------------------------------------------------------------------------------------------
-
-
 def test_added_tokens_keep_their_lstrip_and_rstrip(tmp_path):
     folder = tmp_path / "hf"
     write_tiny_checkpoint(folder, "qwen3_vl")

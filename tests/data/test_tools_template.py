@@ -268,8 +268,7 @@ def test_arguments_belong_to_sizes_and_states(tmp_path) -> None:
 
 @pytest.mark.ranks
 def test_run_and_its_export_name_the_arguments(tmp_path) -> None:
-    """Those of the run, also none: they replace those of the export with which the run began. A resume with
-    others is refused."""
+    """Those of the run, also none, replace those of the export it began with; a resume must have them."""
     prepared = prepare(tmp_path / "prepared", tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), samples=4)
     path, _ = converted(tmp_path, [{"messages": [QUESTION, THOUGHT, NEXT, PLAIN]}])
     data = DataConfig(path=str(path), chat_template=f"{TEMPLATES / LATER}.chat_template.jinja")

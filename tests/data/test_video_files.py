@@ -1,8 +1,4 @@
-"""Frames of every container, of variable rates, of long and of damaged files.
-
-Each frame says its own number: eight squares, black or white, are its binary digits. So what comes back is
-checked by what the image shows, not by what another decoder says.
-"""
+"""Frames of every container, of variable rates, of long and of damaged files; each shows its own number."""
 
 import io
 import random
@@ -43,7 +39,6 @@ def numbered(number: int) -> np.ndarray:
 
 
 def numbers(frames: torch.Tensor) -> list[int]:
-    """What numbers the frames, uint8 [n, 3, 64, 64], show."""
     squares = frames[:, :, :60].float().unflatten(3, (4, 16)).unflatten(2, (3, 20))
     digits = squares[:, :, :, 5:15, :, 4:12].mean((1, 3, 5)).flatten(1) > 127
     return (digits.long() << torch.arange(DIGITS)).sum(1).tolist()
@@ -265,7 +260,6 @@ INFO = FrameArchiveInfo(2.0, "whole")
 
 
 def packed(count: int, info: FrameArchiveInfo = INFO) -> bytes:
-    """An archive of different images of 70 x 100 pixels."""
     return pack_frames(((f"{i}.png", encoded(70, 100, seed=i)) for i in range(count)), info)
 
 

@@ -46,7 +46,6 @@ def refused(path: Path) -> dict[int, str]:
 
 
 def asks(value, **media):
-    """A question in ShareGPT's format, its answer, and media listed beside them."""
     return {**media, "conversations": [{"from": "human", "value": value}, GPT]}
 
 
@@ -69,7 +68,6 @@ def test_broken_lines_are_quarantined_and_reading_continues(tmp_path):
 
 
 def with_field(value: str) -> str:
-    """A record with a field of this JSON."""
     return json.dumps(TEXT)[:-1] + f', "x": {value}}}'
 
 
@@ -327,10 +325,8 @@ def test_duplicate_ids_are_refused_or_kept(tmp_path):
     records += [{"id": value} for value in ("y" * 101, 7, False, ["a"])]
     out, report = converted(tmp_path, records)
     lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
-    assert [(line["record"], line["reason"]) for line in lines[:2]] == [
-        (4, "duplicate id"),
-        (8, "no conversation"),
-    ]
+    found = [(line["record"], line["reason"]) for line in lines[:2]]
+    assert found == [(4, "duplicate id"), (8, "no conversation")]
     assert lines[0]["field"] == "id" and report.samples == 7
     assert lines[0]["detail"].startswith("str: x\\ud800 is also the id of record 1 of in.json")
     # Text and whole numbers are shown.
@@ -372,7 +368,6 @@ def test_used_folder_and_impossible_options_are_refused(tmp_path, monkeypatch, m
 
 
 def run(tmp_path, records, *options: str) -> int:
-    """Converts the records, or the text of a file."""
     text = records if isinstance(records, str) else json.dumps(records)
     source = write(tmp_path / "in.json", text.encode())
     (tmp_path / "m").mkdir(exist_ok=True)
@@ -476,14 +471,13 @@ COUNT = 150
 
 @pytest.fixture
 def every_kind(tmp_path, monkeypatch) -> list[Path]:
-    """A file of each kind, with broken records and images in the records."""
     monkeypatch.setattr(tool, "RECORDS_PER_BLOCK", 16)
     write(tmp_path / "media/a.png", encoded(40, 60))
 
     def record(i: int) -> dict:
         if i % 29 == 5:
             return {"id": i}
-        turns = [{"from": "human", "value": "<image>" if i % 3 else "Hi"}, {"from": "gpt", "value": f"{i}"}]
+        turns = [{**HUMAN, "value": "<image>" if i % 3 else "Hi"}, {**GPT, "value": f"{i}"}]
         return {"id": i, "conversations": turns, "image": "a.png" if i % 3 else None}
 
     records = [record(i) for i in range(COUNT)]
@@ -499,9 +493,8 @@ def every_kind(tmp_path, monkeypatch) -> list[Path]:
 
 
 def options_of(tmp_path: Path, name: str, **more) -> ConversionOptions:
-    return ConversionOptions(
-        tmp_path / "media", tmp_path / name, val_fraction=0.1, samples_per_shard=11, **more
-    )
+    more |= {"val_fraction": 0.1, "samples_per_shard": 11}
+    return ConversionOptions(tmp_path / "media", tmp_path / name, **more)
 
 
 @pytest.mark.parametrize("count", [2, 9])
@@ -550,8 +543,7 @@ def test_parts_are_converted_by_commands(tmp_path, every_kind, capsys):
 def test_records_may_come_through_a_pipe(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    for number, text in enumerate((json.dumps([{"conversations": turns}] * 3), json.dumps({"messages": 1}))):
+    for number, text in enumerate((json.dumps([TEXT] * 3), json.dumps({"messages": 1}))):
         writer = threading.Thread(target=pipe.write_text, args=(text + "\n",))
         writer.start()
         report = convert_dataset([pipe], ConversionOptions(None, tmp_path / str(number)))

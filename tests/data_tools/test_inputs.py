@@ -1,5 +1,4 @@
-"""Tests of files other than plain JSON: tables with images in them, compressed files, folders, an index; of
-records of questions and answers: columns, media without markers and in several folders."""
+"""Tests of tables, compressed files, folders and an index as input; of records of questions and answers."""
 
 import base64
 import gzip

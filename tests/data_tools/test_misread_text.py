@@ -160,7 +160,6 @@ TOKENS = [f"<|{name}|>" for name in "im_end im_start endoftext vision_start visi
 
 
 def records_with(text: str) -> dict[str, dict]:
-    """A record with the text in each place."""
 
     def calls(arguments: object) -> dict:
         return {**DONE, "content": "", "tool_calls": [call_of("1", arguments)]}

@@ -17,7 +17,6 @@ ANSWER = {"role": "assistant", "content": "It gets brighter."}
 
 
 def in_part(kind: str = "video", **keys: object) -> dict:
-    """A record whose medium is a content part with these keys."""
     part = {"type": kind, kind: "a.mp4", **keys}
     return {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}, ANSWER]}
 
@@ -28,7 +27,6 @@ def in_address(**keys: object) -> dict:
 
 
 def listed(turn: dict | None = None, entry: object = "a.mp4", **keys: object) -> dict:
-    """A record with a listed video, and keys beside the turn or the record."""
     question = {"role": "user", "content": "<video>What?", **(turn or {})}
     return {"videos": [entry], "messages": [question, ANSWER], **keys}
 

@@ -117,8 +117,7 @@ def rotary(spec: ModelSpec, tokens: int) -> float:
 
 @pytest.fixture
 def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces transformers' delta rule (in chunks) and convolution (padded) by something without products;
-    gradients pass through all that is given."""
+    """The delta rule and the convolution without products; gradients pass through all that is given."""
 
     def rule(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, g, beta, **_):
         # transformers 5.24 repeats the key heads in the rule, earlier versions before it.

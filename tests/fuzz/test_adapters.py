@@ -1,8 +1,6 @@
-"""Random LoRA adapters of PEFT, merged here and by PEFT.
+"""Random adapters of PEFT, with targets and patterns of every kind, which may contradict each other.
 
-Targets and patterns are of every kind, and may overlap, contradict each other or match nothing. The merged
-model must be the one that PEFT trained, or a refusal that is due; what is exported again must merge in PEFT
-to the same model.
+Merged here, they give the model that PEFT trained, or a refusal that is due; exported again, the same.
 """
 
 import json

@@ -1,9 +1,8 @@
 """Damages Megatron checkpoints in many ways and reads them.
 
-Four checkpoints are made: unsplit weights, shards, a run's folder as one rank saved it, and one of four.
-Each round copies one, damages it, then merges and exports it as the command does and, for runs, resumes with
-the trainer's own function into a built model. What comes out must be, bit for bit, what the undamaged
-checkpoint gives, or a refusal that names the damaged file, or the tensor or field in it.
+Those are unsplit weights, shards, and folders of runs of one and of four ranks. Each is merged and exported
+as the command does and, of runs, resumed with the trainer's own function. What comes out must be, bit for
+bit, what the undamaged checkpoint gives, or a refusal that names the damaged file, tensor or field.
 """
 
 import contextlib
@@ -63,7 +62,6 @@ class Mutator:
         self.json = [path for path in self.files if path.suffix == ".json"]
 
     def damage(self) -> set[str]:
-        """Damages the folder once. Returns the names that a refusal may give."""
         kinds = [self.change_bytes] * 5 + [self.edit] * 2
         kinds += [self.signed_edit, self.delete, self.swap, *[self.header] * 2, *[self.older] * 2]
         names = None
@@ -323,7 +321,6 @@ def read_damaged(bench: Bench, name: str, random: Random) -> dict[str, str]:
 
 
 def count_outcomes(folder: str, count: int) -> dict[str, int]:
-    """What merge, export, load and resume made of so many damaged checkpoints."""
     torch.set_num_threads(1)
     outcomes: Counter[str] = Counter()
     bench = Bench(Path(folder))

@@ -145,7 +145,6 @@ def _rewrite(shard: Path, samples: list[tuple[str, dict[str, bytes]]]) -> None:
 
 
 def _damage(shard: Path, draw: random.Random) -> None:
-    """What storage does to a shard or its index."""
     target = draw.choice([shard, shard, shard.with_suffix(".tar.idx")])
     target.write_bytes(draw.choice([flipped, cut, numbers, noise])(target.read_bytes(), draw))
 

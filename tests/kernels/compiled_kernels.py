@@ -37,7 +37,6 @@ COMPILER_OPTIONS = ("num_warps", "num_stages")
 
 
 def compile_launch(kernel: JITFunction, arguments: tuple, named: dict[str, Any], capability: int) -> Any:
-    """A launch, compiled for a compute capability."""
     options = {name: named.pop(name) for name in COMPILER_OPTIONS if name in named}
     values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
     signature, constants, attributes = {}, {}, {}
@@ -55,7 +54,6 @@ def compile_launch(kernel: JITFunction, arguments: tuple, named: dict[str, Any],
 
 
 def warnings_of_ptxas(ptx: str) -> list[str]:
-    """The numbers of ptxas's warnings about performance."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx)

@@ -93,7 +93,6 @@ def rule_inputs(
 
 
 def run(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """out and all gradients."""
     out = function(*inputs)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))]
@@ -102,7 +101,6 @@ def run(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
 def errors_of(
     ours: Callable[..., Tensor], exact: Callable[..., Tensor], inputs: list[Tensor], twice: bool = False
 ) -> list[float]:
-    """The relative error of each result."""
     found = run(ours, inputs)
     if twice:
         assert all(map(torch.equal, found, run(ours, inputs))), "not the same bits twice"

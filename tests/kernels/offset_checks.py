@@ -199,7 +199,6 @@ def absent(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) 
 
 
 def run(output: Tensor | tuple[Tensor, ...]) -> None:
-    """The backward pass of a result."""
     output = output[0] if isinstance(output, tuple) else output
     output.backward(torch.empty_like(output))
 

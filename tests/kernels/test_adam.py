@@ -1,7 +1,4 @@
-"""Moments are rounded to one of the two bf16 numbers beside them, right on average, always the same way.
-
-Master weights come back bit for bit from the model's weights and 16 more bits, ties included.
-"""
+"""Moments are rounded right on average, and master weights come back bit for bit from two halves."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,4 @@
-"""The packed delta rule equals that of ``transformers``, sequence by sequence, and its Triton kernels equal
-torch in float64, gradients included."""
+"""The packed delta rule equals that of ``transformers``, and its Triton kernels equal torch in float64."""
 
 from itertools import accumulate, pairwise
 

@@ -76,8 +76,7 @@ def row_inputs(tokens: int) -> list[Tensor]:
 def results(
     inputs: list[Tensor], segments: Tensor, dout: Tensor, exchange: ShardExchange | None = None
 ) -> list[Tensor]:
-    """The output [S, Vh, V] of convolution and rule, the part of a layer that sees other tokens, and the
-    gradients of all inputs."""
+    """Output [S, Vh, V] of convolution and rule, which see other tokens, and the gradients of all inputs."""
     qkv, g, beta, weight = leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     convolved = causal_conv(qkv, weight, segments, exchange=exchange).split(CHANNELS, dim=-1)
     heads = [part.unflatten(-1, (number, -1)) for part, number in zip(convolved, HEADS, strict=True)]

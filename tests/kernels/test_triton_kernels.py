@@ -1,7 +1,4 @@
-"""The Triton kernels compute what torch computes; on CPU they run in Triton's interpreter.
-
-For timings on a GPU, see benchmarks/tower_attention.py and experts.py.
-"""
+"""The Triton kernels compute what torch computes; on CPU they run in Triton's interpreter."""
 
 import ast
 import json
@@ -145,12 +142,9 @@ def test_fused_layers_train_as_plain_ones(
 
 
 def check_fused_layers(hf: str, kind: str, seq_len: int, recompute: dict[str, str]) -> None:
-    """Compares the loss and all gradients of torch's layers with those of interpreted norms that also form
-    the sum before them and take the gradient of the residual connection, interpreted sums and activations,
-    and the tower's attention; and these with recompute, bit for bit. A body of a rank.
-
-    The answer to the image is trained on, so that the tower has gradients.
-    """
+    """Loss and gradients of torch's layers against those of interpreted norms, sums, activations and tower
+    attention; and these with recompute, bit for bit. A body of a rank. The answer to the image is trained
+    on, so that the tower has gradients."""
     fix_interpreter()
     training_row.LOSS_INDEX_MULTIPLE = 16  # only chosen tokens have logits, as in longer rows
     trainer = tiny_trainer(hf)

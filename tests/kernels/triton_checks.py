@@ -88,7 +88,6 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def windows(qkv: Tensor, angles: Tensor, bounds: list[int], heads: int) -> Tensor:
-    """Torch's attention, segment by segment."""
     query, key, value = qkv.view(qkv.shape[0], heads, 3, -1).unbind(2)
     rotated = rotate(query, angles), rotate(key, angles), value
     segments = ([t[a:b].transpose(0, 1) for t in rotated] for a, b in pairwise(bounds))
@@ -262,11 +261,7 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
 
 
 def activation_error(name: str, rows: int, width: int, *, is_gated: bool = False, **kind: Any) -> float:
-    """Of an activation with a bias against float64, also with a frozen bias.
-
-    Args:
-        kind: device and dtype.
-    """
+    """Of an activation with a bias against float64, also with a frozen bias. ``kind``: device and dtype."""
     num_columns = (1 + is_gated) * width
     x, bias = (torch.randn(shape, **kind).requires_grad_() for shape in ((rows, 1, num_columns), num_columns))
     activate = partial(biased_activation, activation_name=name, is_gated=is_gated)
@@ -277,11 +272,7 @@ def activation_error(name: str, rows: int, width: int, *, is_gated: bool = False
 
 
 def sum_error(rows: int, width: int, **kind: Any) -> float:
-    """Of a residual, a product and its bias against float64, also with a frozen bias.
-
-    Args:
-        kind: device and dtype.
-    """
+    """Of a residual, a product and its bias against float64, also with a frozen bias (``kind`` as above)."""
     shapes = ((rows, 1, width), (rows, 1, width), (width,))
     inputs = [torch.randn(shape, **kind).requires_grad_() for shape in shapes]
     expected = sum(tensor.double() for tensor in inputs)

@@ -161,7 +161,6 @@ class Reference:
         return [loss_sum / count, mtp_loss_sum / targets, targets, num_first]
 
     def write_gradients(self, out: Path) -> None:
-        """Writes them as Megatron weights."""
         found = gradients_by_name(self.model) | {n: w.grad for n, w in self.weights.items()}
         if self.spec.language.tied_embeddings:
             found.pop("lm_head.weight", None)
@@ -199,15 +198,8 @@ def write_reference(
     return str(out)
 
 
-# --- A layout -----------------------------------------------------------------------------------------------
-
-
 def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
-    """Runs a case of one step and compares loss, gradients, and the layer's numbers. Collective.
-
-    Takes the place of :func:`toolkit.parity.worker.run_case`, whose results it returns; ``mtp`` is added to
-    those of the step.
-    """
+    """Like :func:`toolkit.parity.worker.run_case`, with the layer's numbers as ``mtp``. Collective."""
     [kinds] = case.steps
     trainer = build_case(case, platform)
     make_reference = functools.partial(

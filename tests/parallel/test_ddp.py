@@ -14,8 +14,6 @@ from tests.support.tiny_trainer import join
 
 
 class Several(torch.nn.Module):
-    """Six small weights, one of them frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         for n in range(6):

@@ -25,7 +25,6 @@ def write_samples(folder: Path) -> Path:
     write(image, encoded(56, 84, "png", seed=1))
 
     def document(*parts: str) -> dict[str, Any]:
-        """Of texts and, where they are empty, images."""
         items = [{"type": "text", "text": part} if part else {"type": "image"} for part in parts]
         return {"document": items, "images": [str(image)] * parts.count("")}
 

@@ -1,7 +1,4 @@
-"""Compares a short training, including the optimizer, with ``transformers`` and torch's AdamW.
-
-Weights and moments are compared after a round trip through the trainer's checkpoint.
-"""
+"""Compares a short training with ``transformers`` and AdamW, its state as the checkpoint holds it."""
 
 import dataclasses
 import hashlib
@@ -81,8 +78,7 @@ def run_training(case: TableCase, platform: Platform) -> dict[str, Any]:
 
 
 def trained_reference(case: TableCase, step_samples: list[list[list[TokenizedSample]]]) -> Path:
-    """The folder with ``transformers``' losses, norms, final weights and moments, computed once for all cases
-    with these samples, however they are spread over rows."""
+    """The folder with ``transformers``' losses, norms and final state, computed once for these samples."""
     samples = [sum(rows, []) for rows in step_samples]
     kinds = [sum(rows, []) for rows in case.steps]
     inputs = json.dumps([case.hf, kinds])

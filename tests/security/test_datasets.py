@@ -1,5 +1,4 @@
-"""Untrusted data sets: descriptions that name code, names that lead away, pickles, sizes that
-fill the memory."""
+"""Untrusted data sets: descriptions that name code, names that lead away, pickles, sizes that fill memory."""
 
 import io
 import json
@@ -145,7 +144,6 @@ def test_metadatasets_name_data_sets_only(dataset, mark, tmp_path, kind):
 
 
 def rebuilt(dataset: Path, change: Callable[[list[Member]], list[Member]]) -> Path:
-    """The data set with other members in its shard, indexed by Energon itself."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 

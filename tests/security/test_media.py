@@ -20,7 +20,6 @@ def asked(kind: str, *references: str) -> list[dict]:
 
 
 def converted(tmp_path: Path, records: list[dict]) -> tuple[bytes, dict[str, int]]:
-    """Everything that was written, and the reasons of what was refused."""
     out, report = datasets.converted(tmp_path, records, workers=1)
     return b"".join(path.read_bytes() for path in sorted(out.rglob("*.tar"))), report.refused["in.json"]
 

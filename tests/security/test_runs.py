@@ -94,10 +94,7 @@ HOSTILE: dict[str, tuple[Callable[[Path, Mark], None], tuple[str, ...], str]] = 
 
 
 def outcomes_of(folder: str) -> dict[str, dict[str, Any]]:
-    """What merge, export, load and resume make of each hostile version of a real run's checkpoint.
-
-    In a process of its own, because the trainer's CPU platform changes torch globally.
-    """
+    """What merge, export, load and resume make of each; apart, as the CPU platform changes torch globally."""
     root = Path(folder)
     with contextlib.redirect_stdout(io.StringIO()):
         bench = Bench(root, ("run",))

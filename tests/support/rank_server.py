@@ -158,7 +158,6 @@ def _be_rank(job: Job, rank: int) -> NoReturn:
 
 
 def _prepare(job: Job, rank: int) -> None:
-    """Sets environment, working folder and output as a launcher would."""
     identity = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -68,7 +68,6 @@ SCHEDULES = [(2, 1, 6), (4, 1, 3), (4, 1, 9), (2, 2, 4), (4, 2, 8), (4, 3, 12), 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("pp", "vpp", "micro_batches"), SCHEDULES)
 def test_schedule_is_that_of_megatron_core(pp, vpp, micro_batches):
-    """Counts forward and backward passes of each chunk in the order of core's own table."""
     for stage, order in enumerate(core_says(True)["orders"][SCHEDULES.index((pp, vpp, micro_batches))]):
         held, expected = [0] * vpp, []
         for chunk in order:  # chunks from 1; a backward pass is negative

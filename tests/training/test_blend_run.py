@@ -1,6 +1,4 @@
-"""A run over a blend counts by source, goes on with a changed blend, and moves between layouts with parts of
-documents on their way.
-"""
+"""A run over a blend counts by source, goes on with a changed blend, and moves between layouts."""
 
 import json
 import shutil

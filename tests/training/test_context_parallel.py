@@ -128,8 +128,7 @@ def test_heads_are_exchanged_as_far_as_they_divide(tp: int, cp: int, key_ranks: 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_heads_that_are_checked_are_those_that_a_rank_computes(tp: int, monkeypatch) -> None:
-    """For every released size: those that the exchange of heads returns, which for TP above the key/value
-    heads begins with one of them."""
+    """For every released size, as the exchange returns them, also with TP above the key/value heads."""
     monkeypatch.setattr("megatron_vl.models.context_parallel.all_to_all", lambda group, heads: heads)
     layouts, changed = 0, set()
     for path, cp in itertools.product(sorted(Path("tests/hf_configs").glob("*.json")), (1, 2, 3, 4, 6, 8)):

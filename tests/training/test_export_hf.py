@@ -1,5 +1,4 @@
-"""Hugging Face folders of saved steps (``checkpoint.export_hf``): made while the training goes on, whole or
-not there, made up for at the next start."""
+"""Hugging Face folders of saved steps (``checkpoint.export_hf``): whole or not there, and made up for."""
 
 import json
 import shutil
@@ -31,7 +30,6 @@ def test_folder_of_origin_without_weights_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The folder of a run; a copy of its model lies beside it."""
     shutil.copytree(tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), tmp_path / "hf")
     return tmp_path / "run"
 

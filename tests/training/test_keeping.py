@@ -1,5 +1,4 @@
-"""What a run keeps: the last good and the best checkpoint, lines and validations through kills, and its
-folder from other runs, also where a file system has no locks."""
+"""What a run keeps: good and best checkpoints, lines through kills, and its folder from other runs."""
 
 import dataclasses
 import errno
@@ -179,7 +178,6 @@ def test_living_owner_is_refused_and_dead_one_followed_without_locks(tmp_path, m
 
 
 def evaluated(run: Path, *lines: tuple[int, float | None, str]) -> None:
-    """Appends validations (step, loss, rows) as a run does."""
     with (run / keep.EVALUATIONS_FILE).open("a") as file:
         for step, loss, rows in lines:
             print(json.dumps({"step": step, "loss": loss, "seconds": 1.0, "rows": rows}), file=file)

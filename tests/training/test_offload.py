@@ -75,8 +75,7 @@ def steps_of(trainer: TinyTrainer, rows: list[Any], steps: range, bad: int | Non
 
 
 def check_shares(hf: Path, dtype: str, bad: int | None = None, **optimizer: Any) -> None:
-    """All shares give the same losses, norms and states, and the state is where it belongs. Chunks are so
-    small that parameters are cut."""
+    """All shares give the same losses, norms and states, in their place; small chunks cut parameters."""
     build.move_state_to_chunks.__defaults__ = (10 * 64 * 500,)
     first = tiny_trainer(hf, dtype=dtype, **optimizer)
     rows, plain = some_rows(first), None
@@ -288,7 +287,6 @@ def test_slots_know_what_happens_to_their_chunks() -> None:
 
 
 def run(prepared: dict[str, Path], folder: Path, share: float, ranks: int, steps: int, *options: str) -> str:
-    """Starts a run, and returns its output."""
     share_options = ("--optimizer.offload_fraction", str(share))
     printed = trained(prepared, folder, *options, *share_options, ranks=ranks, steps=steps)
     assert ("of optimizer state in host memory" in printed) == (share > 0)

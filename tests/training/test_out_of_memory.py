@@ -29,7 +29,6 @@ def config(*options: str) -> TrainConfig:
 
 
 def message_of(error: Exception, *options: str, ranks: int = 4) -> str:
-    """The message that takes the place of an error in a run."""
     run = planned_run(config(*options), read_spec(HF), ranks)
     with pytest.raises(RankOutOfMemory) as raised, explain_memory_errors(run):
         raise error

@@ -1,8 +1,4 @@
-"""Tests where runs begin: after roll-backs, with the data restarted, without their start weights; and what
-is counted on.
-
-The trainer itself runs several trainings on one rank in one process; its output is what a user reads.
-"""
+"""Where runs begin: after roll-backs, with the data restarted, without start weights; and what is counted."""
 
 import json
 import os

@@ -72,16 +72,12 @@ def test_costs_of_frames_are_the_flops_of_the_model(family: str) -> None:
     assert costs == pytest.approx(want)
 
 
-# --- Random rows
-
-
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
     return read_spec("tests/hf_configs/Qwen3-VL-2B-Instruct.json")
 
 
 def rows_of(spec: ModelSpec, dp: int, rows_per_step: int, steps: int, state=None, **data) -> list:
-    """The rows of the first steps of all ranks, in order, and the state after them."""
     config = DataConfig(**{"path": "synthetic:images", "seq_len": 96} | data)
     loaders = [SyntheticRows(config, spec, rank, dp, rows_per_step) for rank in range(dp)]
     rows = []

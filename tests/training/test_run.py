@@ -21,7 +21,6 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def whole(prepared: dict[str, Path]) -> Path:
-    """An undisturbed run of six steps."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "1", "--checkpoint.keep", "1", "--checkpoint.keep_every", "4"]
     trained(prepared, run, *LAYOUT, *saves)
@@ -65,8 +64,7 @@ EXACT = ("step", "loss", "grad_norm", "loss_tokens", "samples", "images", "lr")
 
 @pytest.fixture(scope="module")
 def resumed(prepared: dict[str, Path]) -> Path:
-    """The run of ``whole`` with evaluations and no loader workers, stopped after three steps and started
-    again."""
+    """The run of ``whole`` with evaluations and no loader workers, started again after three steps."""
     run = prepared["folder"] / "resumed"
     for options in (["--stop_after", "3"], []):
         printed = trained(prepared, run, *LAYOUT, *QUICK, *EVALUATION, *options)

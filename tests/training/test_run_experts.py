@@ -26,8 +26,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
 
 @pytest.fixture(scope="module")
 def whole(prepared: dict[str, Path]) -> Path:
-    """Six steps on two ranks that share the experts, with load-balancing loss and a checkpoint
-    every third step."""
+    """Six steps on two ranks that share the experts, with load-balancing loss and two checkpoints."""
     run = prepared["folder"] / "whole"
     saves = ["--checkpoint.interval", "3", "--checkpoint.keep", "0"]
     printed = trained(prepared, run, *LAYOUT, *saves, "--model.moe_aux_loss", "0.01", ranks=2)

@@ -29,10 +29,7 @@ ALONE = [sys.executable, "-m", "megatron_vl", "train", "--nproc-per-node", "1"]
 def start(
     launcher: list[str], prepared: dict[str, Path], run: Path, lines: int = 0, ranks: int = 2, **more: Any
 ) -> Popen[str]:
-    """Starts a run far from its last step, and waits for lines of its log.
-
-    One rank, or two data-parallel ones, with two loader workers each.
-    """
+    """Starts a long run of one rank, or of two with two loader workers each; waits for lines of its log."""
     ranks = 1 if launcher is ALONE else ranks
     words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=1000)
     assert words[:3] == TORCHRUN
@@ -161,7 +158,6 @@ def test_early_ctrl_c_ends_the_run_without_saving(launcher, prepared, tmp_path):
 
 
 def takes_signals(pid: int) -> bool:
-    """Whether a process handles SIGUSR1."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return bool(int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1)
 

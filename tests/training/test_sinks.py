@@ -27,7 +27,6 @@ EVALUATION = sinks.ValidationResult(loss=2.5, loss_tokens=20, elapsed_s=0.5, row
 
 
 def fill(sink: sinks.MetricsSink) -> None:
-    """What a run tells its sinks in a step."""
     sink.write_step(NUMBERS)
     sink.write_evaluation(7, EVALUATION)
     sink.close()

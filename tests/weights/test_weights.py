@@ -1,5 +1,4 @@
-"""The on-disk format: cuts and their inverses, any slice from any layout, a manifest that is always true, and
-which checkpoint of a run's folder is the latest."""
+"""The on-disk format: cuts and inverses, slices from any layout, a true manifest, the latest checkpoint."""
 
 import hashlib
 import itertools
@@ -71,7 +70,6 @@ def full(spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def random_tensors(spec: ModelSpec) -> dict[str, Tensor]:
-    """Random full tensors; norms in float32, the rest in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(info.shape, generator=generator).to(
@@ -106,7 +104,6 @@ def write_shards(folder: Path, spec: ModelSpec, full: dict[str, Tensor], layout:
 
 @pytest.fixture
 def unsplit(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> Path:
-    """A folder of unsplit weights."""
     entry = write_rank_file(tmp_path, full, tp=0, pp=0)
     write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
     return tmp_path

@@ -49,8 +49,7 @@ ROUTINGS = (
 
 
 def tokens_of(rank: int, tokens: int, routing: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(x [T, H], probs [T, E], map [T, E], gradient of the output [T, H]), the same on every
-    rank that asks."""
+    """(x [T, H], probs [T, E], map [T, E], gradient of the output [T, H]), the same on every rank."""
     draw = torch.Generator().manual_seed(rank * 100 + tokens)
     x, dy = (torch.randn(tokens, HIDDEN, generator=draw) for _ in range(2))
     logits = torch.randn(tokens, EXPERTS, generator=draw)
@@ -80,8 +79,7 @@ def scales() -> Tensor:
 
 
 def dense(rank: int, tokens: int, routing: str) -> tuple[list[Tensor], Tensor]:
-    """Output and gradients of one rank's tokens and probabilities, and its share of the gradient
-    of all scales."""
+    """Output and gradients of one rank's tokens and probabilities, and its share of those of all scales."""
     x, probs, chosen, dy = tokens_of(rank, tokens, routing)
     x, probs, scale = (tensor.float().requires_grad_() for tensor in (x, probs, scales()))
     weights = torch.where(chosen, probs, 0)
@@ -140,8 +138,7 @@ def place_of(dispatcher: MoETokenDispatcher) -> tuple[int, list[int], slice]:
 
 
 def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> float:
-    """Largest relative error of the output and all gradients; also checks that as few rows
-    as possible travel."""
+    """Largest relative error of output and gradients; also checks that as few rows as possible travel."""
     rank, members, own = place_of(dispatcher)
     x, probs, chosen, dy = (t.to(PLATFORM.device) for t in tokens_of(rank, tokens[rank], routing))
     inputs = [x, probs, scales()[own].to(PLATFORM.device)]
@@ -163,8 +160,7 @@ def error(dispatcher: MoETokenDispatcher, tokens: list[int], routing: str) -> fl
 
 
 def without_harm(dispatcher: OncePerRankDispatcher) -> float:
-    """With NaN in one rank's tokens and probabilities, no rank hangs and all others compute what
-    they would have."""
+    """NaN in one rank's tokens and probabilities: no rank hangs, and the others compute what they would."""
     rank, members, own = place_of(dispatcher)
     x, probs, chosen, _ = (t.to(PLATFORM.device) for t in tokens_of(rank, ALONE[rank], "random"))
     if rank == members[0]:

@@ -112,7 +112,6 @@ class AdaptedLayer(Layer):
             linear.register_forward_hook(add_to_output)
 
     def matrix(self, linear: int, expert: int) -> Tensor:
-        """The sum of a weight and its adapter."""
         adapter = self.linears[linear].adapter
         a, b = (getattr(factor, f"weight{expert}") for factor in (adapter.lora_A, adapter.lora_B))
         return super().matrix(linear, expert) + 1.5 * b @ a
@@ -174,7 +173,6 @@ def layer_error(layer: Layer, *, main_grad: bool = False, extra: int = 0) -> flo
 
 
 def check_layers() -> None:
-    """Layers without DDP. A body of a rank."""
     fix_interpreter()
     join()
     torch.manual_seed(0)
@@ -199,7 +197,6 @@ def rows_of(step: int, microbatch: int, chunk: int, rank: int) -> tuple[Tensor, 
 
 
 def expected(chunks: list[Layer], step: int) -> list[Tensor]:
-    """Gradients of all ranks' rows, summed."""
     for number, chunk in enumerate(chunks):
         chunk.zero_grad()
         for microbatch in range(len(MICROBATCHES)):
@@ -211,8 +208,7 @@ def expected(chunks: list[Layer], step: int) -> list[Tensor]:
 
 
 def run_step(wrapped: list[ReplicaDDP], groups: list, step: int) -> Counter:
-    """Runs forward and backward of all microbatches. Returns how often each bucket group started a reduction,
-    which it still counts afterwards."""
+    """Runs all microbatches. Returns how many reductions each bucket group started and still counts."""
     started: Counter = Counter()
 
     def count(group: Any, start: Any, *args: object, **kwargs: object) -> None:
@@ -235,8 +231,7 @@ def run_step(wrapped: list[ReplicaDDP], groups: list, step: int) -> Counter:
 
 
 def check_ddp(overlap: bool, frozen: bool) -> None:
-    """Two chunks of two ranks, two microbatches, two steps with overlap (DDP learns in the first). A body of
-    ranks."""
+    """Two chunks of two ranks, two microbatches, two steps with overlap (DDP learns in the first)."""
     fix_interpreter()
     join()
     mpu.initialize_model_parallel()
