@@ -96,7 +96,9 @@ class WeightReader(CanonicalWeights):
         self.manifest = read_manifest(self.path / MANIFEST_FILE)
         if self.path.name == "weights" and (run_json := self.path.parent / "run.json").exists():
             if read_json_object(run_json).get("weights", self.manifest["digest"]) != self.manifest["digest"]:
-                raise WeightsError(f"{self.path} does not belong to {run_json} (its digest differs)")
+                raise WeightsError(
+                    f"{self.path / MANIFEST_FILE} does not belong to {run_json} (its digest differs)"
+                )
         try:
             self.spec = read_spec(self.manifest["hf_config"]).with_mtp(bool(self.manifest.get("mtp")))
             layout = self.manifest["layout"]

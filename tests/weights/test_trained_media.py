@@ -131,7 +131,7 @@ def test_damaged_run_json_is_refused(hf: Path, step: Path, tmp_path: Path, damag
     with pytest.raises(WeightsError, match=r"run\.json is missing"):
         export_weights(step, hf, tmp_path / "refused")
     write_run_json(step, {"weights": "those of another step"})
-    with pytest.raises(WeightsError, match=r"weights does not belong to .*run\.json"):
+    with pytest.raises(WeightsError, match=r"manifest\.json does not belong to .*run\.json"):
         reshard_weights(step, tmp_path / "refused")
 
     # The weights alone are whole.
