@@ -239,6 +239,8 @@ def run_schedule(
     # The tower's backward pass comes last: the pipeline has collected the gradients of its features.
     if decoupled_tower is not None and not forward_only:
         decoupled_tower.backward()
+    for row in rows:
+        row.vision_features = None  # rows and the images of their step refer to each other
     return row_reports
 
 

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_vl.training.offload import layer_inputs, row_features
 from megatron_vl.training.offload.layer_inputs import LayerInputOffload
+from megatron_vl.training.step import run_schedule
 from tests.support.ranks import in_ranks
 from tests.support.tiny_trainer import differences, save, train, trainer_of
 from tests.training.test_context_parallel import ROWS
@@ -26,7 +27,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"PP2 x VPP2": {"pp": 2, "vpp": 2}, "TP2 + SP": {"tp": 2, "sequence_parallel": True, "overlap": True}},
 }
 FULL = {"language": "full", "vision": "full"}
-FEATURE_ROWS = [["image"], ["text"], ["mixed"], ["image"]]
+FEATURE_ROWS = [["image"], ["mixed"], ["image"], ["text"]]
 PIECE_BYTES = 1000
 """Smaller than any input, which then has several pieces, the last of them not full."""
 
@@ -70,8 +71,20 @@ def test_features_of_rows_in_host_memory_train_the_same_bits(
         tensors.append(save(trainer, tmp_path / str(on_device)))
         keep = trainer.model_chunks[0].module.decoupled.keep_features
         pieces = inspect.getclosurevars(keep).nonlocals["pieces"]
-        has_host_rows = on_device == 1 and trainer.grid.pp_rank == 0
-        assert bool(pieces.num_pieces) == has_host_rows and len(pieces.free_pieces) == pieces.num_pieces
+        num_pieces, has_host_rows = pieces.num_pieces, on_device == 1 and trainer.grid.pp_rank == 0
+        assert bool(num_pieces) == has_host_rows and len(pieces.free_pieces) == num_pieces
+
+        # A pass without gradients gives the memory back too, although its rows are still there.
+        rows = pack_step(trainer, draw_samples(FEATURE_ROWS, trainer.spec, 0)).rows
+        with torch.no_grad():
+            run_schedule(trainer.model_chunks, rows, seq_len=trainer.config.data.seq_len, forward_only=True)
+        assert len(pieces.free_pieces) == pieces.num_pieces == num_pieces
+
+        # What stays on the device does not hold the features of all rows, not even an empty part.
+        features = torch.zeros(6, 2, 4)
+        kept = [each.features.untyped_storage() for each in keep(features.split([2, 4, 0]), True)]
+        is_whole = [storage.data_ptr() == features.data_ptr() for storage in kept]
+        assert is_whole == [on_device == 99] * 3
     assert losses[0] == losses[1] and differences(*tensors) == []
 
 

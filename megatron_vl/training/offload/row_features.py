@@ -66,14 +66,15 @@ def offload_row_features(decoupled_tower: DecoupledTower, platform: Platform) ->
     def keep(features_by_row: Sequence[Tensor], is_trained: bool) -> list[RowFeatures]:
         kept: list[RowFeatures] = []
         next_row: HostRowFeatures | None = None
+        offloads = any(map(len, features_by_row[FEATURE_ROWS_ON_DEVICE:]))
         # From the last row on, because each fetch starts that of the row after it.
         for number, features in reversed(list(enumerate(features_by_row))):
             if number >= FEATURE_ROWS_ON_DEVICE and len(features):
                 next_row = HostRowFeatures(features, is_trained, pieces, next_row)
                 kept.append(next_row)
             else:
-                # A slice would keep the features of all rows.
-                kept.append(RowFeatures(features if next_row is None else features.clone(), is_trained))
+                # A slice, even an empty one, would keep the features of all rows.
+                kept.append(RowFeatures(features.clone() if offloads else features, is_trained))
         return kept[::-1]
 
     decoupled_tower.keep_features = keep

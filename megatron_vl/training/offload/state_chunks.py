@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 from megatron_vl.kernels.optimizer.master_halves import join_master, split_master
 from megatron_vl.system import progress
 
+_LAUNCH_LOCK = threading.Lock()
 SLICE_ALIGNMENT = 64
 """Each slice begins at a multiple of this number of elements in its chunk."""
 
@@ -83,7 +86,9 @@ class ChunkedParameter:
             if state_kind == "main":
                 weight, low_bits = (torch.empty_like(value, dtype=d) for d in (torch.bfloat16, torch.int16))
                 second_moment = float32_copy(state.exp_avg_sq).abs_()
-                split_master(value.contiguous(), weight, low_bits, second_moment)
+                # Triton loads a kernel at its first launch, during which other threads must not launch it.
+                with _LAUNCH_LOCK if value.is_cuda else contextlib.nullcontext():
+                    split_master(value.contiguous(), weight, low_bits, second_moment)
                 piece.slice_of_shard(self.model_weight).copy_(weight)  # type: ignore[arg-type]
                 state.low_bits.copy_(low_bits)
                 state.exp_avg_sq.copy_(second_moment)

@@ -547,6 +547,8 @@ def restore_optimizer(
             assert kind != "main" or state is not None
             piece.write_state(kind, state)
 
+    if (state_chunks := chunked_state(optimizer)) is not None:
+        state_chunks.chunk_streamer.wait_for_host_state()  # the threads find nothing to wait for
     in_threads(restore, pieces)
     for piece in pieces:
         step_count = state_reader.adam_step_count(piece.state_name)
