@@ -38,8 +38,9 @@ def _document(parts: list[dict[str, Any]], field_name: str) -> list[Message]:
 
 
 def _read_text(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    field_name = filled_field(record, TEXT_FIELDS) or next(name for name in TEXT_FIELDS if name in record)
-    text = checked_text(record[field_name] or "", field_name)
+    empty_field = next((name for name in TEXT_FIELDS if name in record), TEXT_FIELDS[0])
+    field_name = filled_field(record, TEXT_FIELDS) or empty_field
+    text = checked_text(record.get(field_name) or "", field_name)
     # Texts of the web have <image> and <video> as HTML, or as words.
     reader.markers_are_text |= not any(reader.listed_counts.values())
     if not reader.markers_are_text and MEDIA_MARKER.search(text):

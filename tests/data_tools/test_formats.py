@@ -576,6 +576,8 @@ def test_document_forms_by_hand(name, record, parts):
 
 def test_conversations_are_no_documents():
     assert not read_conversation({"text": "x", "messages": [ASK, SAY]}).document
+    with pytest.raises(RecordError, match="no text to train on"):
+        read_conversation({"messages": [ASK, SAY]}, "document")
     assert not read_conversation({"instruction": "a", "output": "b", "text": "a b"}).document
 
 

@@ -126,6 +126,8 @@ def run(command: str, may_fail: bool = False) -> int:
     else:  # here, where torch and transformers are imported already
         print(f"$ megatron-vl {command}", flush=True)
         exit_code = main(shlex.split(command))
+        if exit_code == 130:  # of Ctrl-C, which `main` has caught
+            raise KeyboardInterrupt
     if exit_code and not may_fail:
         raise UserError(f"the command above ended with exit code {exit_code}; its output says why")
     return exit_code

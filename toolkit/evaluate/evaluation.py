@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,8 @@ class Evaluation:
     """What differs from the original or is missing, one line each."""
 
 
-show_line = partial(print, file=sys.stderr, flush=True)
+def show_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def run_evaluation(options: EvaluateOptions, dataset_name: str, lmu_data: Path) -> Evaluation:
