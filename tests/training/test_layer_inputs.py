@@ -27,7 +27,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     2: {"PP2 x VPP2": {"pp": 2, "vpp": 2}, "TP2 + SP": {"tp": 2, "sequence_parallel": True, "overlap": True}},
 }
 FULL = {"language": "full", "vision": "full"}
-FEATURE_ROWS = [["image"], ["mixed"], ["image"], ["text"]]
+FEATURE_ROWS = [["image"], ["text"], ["mixed"], ["image"], ["image"], ["text"]]
+"""The fourth and the fifth have equally many features, which could take each other's place."""
 PIECE_BYTES = 1000
 """Smaller than any input, which then has several pieces, the last of them not full."""
 

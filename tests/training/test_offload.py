@@ -43,6 +43,18 @@ def test_share_is_met_by_whole_parameters() -> None:
     assert choose_offloaded([], 1.0) == choose_offloaded([0], 1.0) == set()
 
 
+def test_slice_of_the_state_of_a_weight_in_fp32_is_that_of_the_whole() -> None:
+    """The weight is its own master weight; the moments lie in several chunks."""
+    parameter = ChunkedParameter(torch.zeros(300), None, {})
+    allocate_device_chunks(lay_out_chunks([parameter], 1024, torch.float32), torch.device("cpu"))
+    assert len(parameter.chunk_slices) == 3
+    for number, kind in enumerate(STATE_KINDS):
+        whole = torch.arange(300.0) + 1000 * number
+        parameter.write_state(kind, whole)
+        for start, end in ((0, 300), (100, 290)):
+            assert torch.equal(parameter.read_state(kind, torch.clone, start, end), whole[start:end]), kind
+
+
 def digest(trainer: TinyTrainer) -> str:
     total, tensors = hashlib.sha256(), state_of(trainer)
     for name in sorted(tensors):
