@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_vl.spec.families.hf_folder import CHAT_TEMPLATE_FILE
 from megatron_vl.system.json_files import manifest_digest
-from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, step_of_dir
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import WeightsError
 
 MEDIA_KEY = "media"
@@ -30,13 +30,10 @@ ROPE_KEY = "rope"
 def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a folder of weights, as far as they are known.
 
-    Raises WeightsError if the ``run.json`` of their checkpoint is missing or damaged: without it, images
-    would silently be resized in another way than in training.
+    Raises WeightsError if the ``run.json`` of their checkpoint is damaged: without it, images would silently
+    be resized in another way than in training.
     """
     run_json = weights_dir.parent / "run.json"
-    is_in_checkpoint = weights_dir.name == "weights" and step_of_dir(weights_dir.parent) is not None
-    if is_in_checkpoint and not run_json.exists():
-        raise WeightsError(f"{run_json} is missing; use another step, or copy {weights_dir} elsewhere")
     if weights_dir.name == "weights" and run_json.exists():
         run_facts = read_json_object(run_json)
         if run_facts.get("digest") != manifest_digest(run_facts):

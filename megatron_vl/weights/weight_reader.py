@@ -94,11 +94,6 @@ class WeightReader(CanonicalWeights):
     def __init__(self, path: str | Path, *, should_verify: bool = True, takes_lora: bool = False) -> None:
         self.path = find_weights_dir(path)
         self.manifest = read_manifest(self.path / MANIFEST_FILE)
-        if self.path.name == "weights" and (run_json := self.path.parent / "run.json").exists():
-            if read_json_object(run_json).get("weights", self.manifest["digest"]) != self.manifest["digest"]:
-                raise WeightsError(
-                    f"{self.path / MANIFEST_FILE} does not belong to {run_json} (its digest differs)"
-                )
         try:
             self.spec = read_spec(self.manifest["hf_config"]).with_mtp(bool(self.manifest.get("mtp")))
             layout = self.manifest["layout"]
@@ -124,6 +119,12 @@ class WeightReader(CanonicalWeights):
             raise WeightsError(
                 f"{self.path / MANIFEST_FILE} is damaged: {type(error).__name__}: {error}"
             ) from error
+
+        if self.path.name == "weights" and (run_json := self.path.parent / "run.json").exists():
+            if read_json_object(run_json).get("weights", self.manifest["digest"]) != self.manifest["digest"]:
+                raise WeightsError(
+                    f"{self.path / MANIFEST_FILE} does not belong to {run_json} (its digest differs)"
+                )
 
         self._should_verify = should_verify
         self._open_readers: dict[str, TensorReader] = {}
