@@ -55,9 +55,7 @@ def memory(process: psutil.Process) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not psutil.LINUX, reason="only Linux tells memory with a file behind it from other memory"
-)
+@pytest.mark.skipif(not psutil.LINUX, reason="only Linux reports file-backed memory apart from other memory")
 def test_memory_is_bounded(tmp_path: Path, repository: Path) -> None:
     size = big_folder(tmp_path / "hf")
     assert size > 370e6

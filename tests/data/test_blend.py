@@ -100,7 +100,7 @@ def test_source_key_without_content_id_follows_shards():
 
 
 @pytest.mark.parametrize(
-    ("birds", "ships", "told"),
+    ("birds", "ships", "message"),
     [
         ({"weight": -1}, {}, "the weight of birds is -1; give 0 or more"),
         ({"weight": ".inf"}, {}, "the weight of birds is '.inf'"),
@@ -108,9 +108,9 @@ def test_source_key_without_content_id_follows_shards():
         ({"weight": 3}, {"repetitions": 2}, "ships of the blend has rep"),
     ],
 )
-def test_blend_rejects_impossible_weights_by_name(folder, birds, ships, told):
+def test_blend_rejects_impossible_weights_by_name(folder, birds, ships, message):
     write(folder, train={"blend": [{"path": "birds"} | birds, {"path": "ships"} | ships]})
-    with pytest.raises(LoaderError, match=rf"meta.yaml: .*{told}"):
+    with pytest.raises(LoaderError, match=rf"meta.yaml: .*{message}"):
         read_description(folder / "meta.yaml").split_facts("train")
 
 
@@ -215,7 +215,7 @@ class Reading:
         assert Counter(drawn.values()) == +Counter({passes: len(keys) - more, passes + 1: more} | {0: 0})
 
 
-def told(reading: Reading) -> str:
+def start_notes(reading: Reading) -> str:
     return "\n".join(reading.rows.start_notes)
 
 
@@ -223,7 +223,7 @@ def test_changed_blend_repeats_and_skips_no_sample(folder):
     """Weights, order and parts change at every stop; each source goes on in its pass."""
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(14)
     run.start(blend(OTHER, SHIPS | {"weight": 2}, BIRDS))
-    said = told(run)
+    said = start_notes(run)
     assert "the blend has changed; from here on:" in said
     assert "other is new: weight 1 (25.0%)" in said
     assert "ships continues: weight 1 (25.0%) becomes weight 2 (50.0%)" in said
@@ -233,12 +233,12 @@ def test_changed_blend_repeats_and_skips_no_sample(folder):
 
     birds = run.of("birds")
     run.start(blend(OTHER, SHIPS))
-    assert "birds is left out; its position and counts are kept" in told(run)
+    assert "birds is left out; its position and counts are kept" in start_notes(run)
     run.take(12)
     assert run.of("birds") == birds, "no sample of it any more, not even one that was waiting"
 
     run.start(blend(BIRDS, OTHER, SHIPS))
-    assert "birds is back and continues: weight 1 (33.3%)" in told(run)
+    assert "birds is back and continues: weight 1 (33.3%)" in start_notes(run)
     run.take(30).exact("birds", "ships", "other")
     assert run.of("birds").total() > birds.total()
 
@@ -247,10 +247,10 @@ def test_changed_blend_repeats_and_skips_no_sample(folder):
 def test_data_set_becomes_a_blend_and_one_again(folder, settings):
     run = Reading(folder, **settings).start("birds").take(10)
     run.start(blend(SHIPS, BIRDS)).take(70)  # 64 samples of birds alone were drawn already
-    assert "birds continues: the only data set (100.0%) becomes weight 1 (50.0%)" in told(run)
+    assert "birds continues: the only data set (100.0%) becomes weight 1 (50.0%)" in start_notes(run)
     run.exact("birds", "ships")
     run.start("birds").take(10)
-    assert "birds continues: weight 1 (50.0%) becomes the only data set (100.0%)" in told(run)
+    assert "birds continues: weight 1 (50.0%) becomes the only data set (100.0%)" in start_notes(run)
     run.exact("birds")
 
 
@@ -258,7 +258,7 @@ def test_changed_blend_may_go_from_weights_to_epochs(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(10)
     epochs = blend(BIRDS | {"repetitions": 2}, SHIPS, kind="blend_epochized")
     run.start(epochs).take(25)
-    assert "birds continues: weight 1 (50.0%) becomes 2 epochs" in told(run)
+    assert "birds continues: weight 1 (50.0%) becomes 2 epochs" in start_notes(run)
     run.exact("birds", "ships")
 
     # One pass instead of two, and another source: the tree of data sets has another form.
@@ -289,6 +289,6 @@ def test_renamed_and_moved_data_set_is_the_same_source(folder):
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(10)
     shutil.copytree(folder / "birds", folder / "sub" / "gulls")
     run.start(blend({"path": "sub/gulls"}, SHIPS))
-    assert "gulls continues: weight 3 (75.0%) becomes weight 1 (50.0%)" in told(run)
+    assert "gulls continues: weight 3 (75.0%) becomes weight 1 (50.0%)" in start_notes(run)
     run.take(20)
     run.exact("birds")

@@ -163,7 +163,7 @@ def test_data_path_list_equals_a_metadataset(folder):
 
 
 @pytest.mark.parametrize(
-    ("parts", "told"),
+    ("parts", "message"),
     [
         ([{"weight": 1}], "is not {path: FOLDER, weight: NUMBER}"),
         ([{"path": "synthetic:text"}], "is not {path: FOLDER, weight: NUMBER}"),
@@ -171,8 +171,8 @@ def test_data_path_list_equals_a_metadataset(folder):
         ([], "data.path is empty"),
     ],
 )
-def test_data_path_list_rejects_wrong_entries(parts, told):
-    with pytest.raises(RunConfigError, match=told):
+def test_data_path_list_rejects_wrong_entries(parts, message):
+    with pytest.raises(RunConfigError, match=message):
         check_data_path(parts)
 
 

@@ -115,14 +115,14 @@ def test_help_explains_every_option_of_every_command(name, capsys):
 
 
 def test_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
-    def told(error: Exception) -> str:
+    def printed_for(error: Exception) -> str:
         monkeypatch.setattr("toolkit.checkpoint.command.find_step_dir", Mock(side_effect=error))
         assert main(["checkpoint", "show", str(tmp_path)]) == 1
         return capsys.readouterr().err
 
-    said = told(KeyError("a bug"))
+    said = printed_for(KeyError("a bug"))
     assert said.startswith("megatron-vl checkpoint show: KeyError: 'a bug'")
     assert "Traceback" in said and "please report" in said
-    assert told(UserError("say it otherwise")) == "megatron-vl checkpoint show: say it otherwise\n"
+    assert printed_for(UserError("say it otherwise")) == "megatron-vl checkpoint show: say it otherwise\n"
     monkeypatch.setenv("MEGATRON_VL_TRACEBACK", "1")
-    assert "Traceback" in told(UserError("say it otherwise"))
+    assert "Traceback" in printed_for(UserError("say it otherwise"))

@@ -520,7 +520,6 @@ class OptimizerStateReader:
         return next((piece.step_count for piece in slices), 0)
 
 
-@torch.no_grad()
 def restore_optimizer(
     state_reader: OptimizerStateReader,
     optimizer: ChainedOptimizer,
