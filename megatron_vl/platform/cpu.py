@@ -7,7 +7,9 @@ It is not loaded on CUDA.
 """
 
 import contextlib
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,6 +109,23 @@ def install_cpu_platform() -> None:
     use_one_gloo_worker()
     _installed_mode = CudaOnCpu()
     _installed_mode.__enter__()
+    _leave_passes_alone()
+
+
+def _leave_passes_alone() -> None:
+    """Keeps the mode away from the passes of a model, which name no device: a seventh of their time."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def without_mode(run_pass: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run_pass)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():
+                return run_pass(*args, **kwargs)
+
+        return run
+
+    schedules.forward_step = without_mode(schedules.forward_step)
+    schedules.backward_step = without_mode(schedules.backward_step)
 
 
 def _patch_torch_cuda() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_vl.spec.lora import trained_table
 from megatron_vl.spec.tensors import MTP_PREFIX, TensorInfo
@@ -22,6 +23,8 @@ RANDOM_DIGEST = DIGEST_SCHEME + "random"
 """Stands for the random weights of a run that only measures: its adapters belong to no other weights."""
 DIGEST_ROWS = 16
 """Rows of a tensor, spread from the first one to the last: 40 MB of a model of 7 B parameters."""
+SMALL_ELEMENTS = 1 << 16
+"""A tensor of up to so many elements is read at once, which takes less time than a read for each row."""
 EXPERT_TILE = 4
 """Rows and columns that are read of each expert: four pages, also of stacks that are stored transposed."""
 
@@ -70,10 +73,19 @@ def model_digest(source: CanonicalWeights, *, of_mtp: bool = False) -> str:
         if tensor_name.startswith(MTP_PREFIX) != of_mtp:
             continue
         digest.update(f"{tensor_name} {tensor_info.shape}".encode())
-        for region in _sampled_regions(tensor_info):
-            digest.update(source.read_region(tensor_name, region).to(torch.float32).contiguous().numpy().data)
+        for values in _sampled_values(source, tensor_name, tensor_info):
+            digest.update(values.to(torch.float32).contiguous().numpy().data)
     source.expect_scattered_reads(False)
     return DIGEST_SCHEME + digest.hexdigest()
+
+
+def _sampled_values(source: CanonicalWeights, tensor_name: str, tensor_info: TensorInfo) -> Iterator[Tensor]:
+    num_rows, num_cols = matrix_shape(tensor_info.shape)
+    if tensor_info.num_experts or num_rows * num_cols > SMALL_ELEMENTS:
+        yield from (source.read_region(tensor_name, region) for region in _sampled_regions(tensor_info))
+    else:
+        rows = _spread(num_rows, min(num_rows, DIGEST_ROWS))
+        yield source.read_region(tensor_name, MatrixRegion(0, num_rows, 0, num_cols))[rows]
 
 
 def _sampled_regions(tensor_info: TensorInfo) -> Iterator[MatrixRegion]:
