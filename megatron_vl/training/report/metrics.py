@@ -193,7 +193,7 @@ class MetricsLog:
             metrics.num_real_tokens += sum(header["lengths"])
             frame_lengths, window_lengths = header["vision_lengths"]
             sizes = row_sizes(header["lengths"], frame_lengths, window_lengths, header["loss_tokens"])
-            flops = needed_flops(self.spec, self.config.model, self.config.lora, sizes, self.config.mtp)
+            flops = needed_flops(self.spec, self.config, sizes)
             metrics.language_flops += flops.language
             metrics.vision_flops += flops.tower
 
