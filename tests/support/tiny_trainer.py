@@ -80,7 +80,7 @@ def run_passes(trainer: Trainer, kinds: list[list[str]]) -> list[float]:
     sums, *_ = reduce_losses(reports, batch.rows, trainer.grid)
     loss, tokens, *mtp = sums.tolist()
     complete_gradients(trainer, int(tokens))
-    return [loss / tokens, *([mtp[0] / mtp[1], *mtp[1:]] if mtp else [])]
+    return [loss / tokens, *([mtp[0] / mtp[1], *map(int, mtp[1:])] if mtp else [])]
 
 
 def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:
