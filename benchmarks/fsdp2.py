@@ -437,7 +437,7 @@ def measure(trainer: Trainer, workload: str, machine: dict[str, Any]) -> dict[st
         clock.append(time.perf_counter())
         for row in step_rows(step):
             sizes = row_sizes(*row.lengths, row.loss_tokens)
-            flops = needed_flops(run.spec, config.model, config.lora, sizes)
+            flops = needed_flops(run.spec, config, sizes)
             metrics.language_flops += flops.language
             metrics.vision_flops += flops.tower
             metrics.num_real_tokens += sum(row.lengths[0])

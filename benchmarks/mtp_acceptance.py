@@ -118,8 +118,8 @@ def accepted_share(hf: Path, samples: list[TokenizedSample], platform: Platform)
     """The drafts of the folder's layer that equal the next tokens of the answers."""
     step = [samples[i::ROWS] for i in range(ROWS)]
     [result] = train_on_samples(config_of(hf, 1, 0.0, MtpConfig(loss=1.0)), [step], platform)
-    assert result.mtp is not None
-    return f"{result.mtp.top1_hits} of {result.mtp.tokens} ({result.mtp.top1_hits / result.mtp.tokens:.0%})"
+    share, tokens = result.more_metrics["mtp_top1"], result.more_metrics["mtp_tokens"]
+    return f"{share * tokens:.0f} of {tokens} ({share:.0%})"
 
 
 def main() -> None:

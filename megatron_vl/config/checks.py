@@ -199,7 +199,7 @@ def _check_model_parts(config: TrainConfig) -> None:
         config.lora.rank and not config.lora.targets, "lora.targets is empty, so nothing would be trained"
     )
     _refuse_if(
-        model.freeze_vision and model.freeze_merger and model.freeze_language and not config.mtp.loss,
+        not any(map(config.trains_part, ("language", "vision", "merger"))),
         "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false",
     )
 

@@ -16,7 +16,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.estimate.parameters import (
     LayerKind,
     MatrixAdapter,
@@ -97,23 +97,17 @@ class RowFlops:
 # --- Both passes --------------------------------------------------------------------------------------------
 
 
-def needed_flops(
-    spec: ModelSpec,
-    model_config: ModelConfig,
-    lora: LoraConfig,
-    sizes: RowSizes,
-    mtp: MtpConfig = MtpConfig(),  # noqa: B008 (frozen)
-) -> RowFlops:
-    counts = _counted_products(spec, model_config, lora)
+def needed_flops(spec: ModelSpec, config: TrainConfig, sizes: RowSizes) -> RowFlops:
+    counts = _counted_products(spec, config.model, config.lora)
     by_kind = {kind: _layer_flops(spec.language, kind, sizes) for kind in set(counts.layers)}
-    trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
-    trains_output |= trains_own_matrices(model_config, lora, "language")
+    trains_output = OUTPUT_TENSOR in saved_modules(spec, config.lora)
+    trains_output |= trains_own_matrices(config.model, config.lora, "language")
     output_weights = spec.language.hidden_size * spec.language.vocab_size
     attention_pairs = counts.full_layers * sizes.frame_pairs + counts.window_layers * sizes.window_pairs
     return RowFlops(
         layers=tuple(by_kind[kind] for kind in counts.layers),
         output=2.0 * (2 + trains_output) * output_weights * sizes.loss_tokens
-        + _mtp_flops(spec.language, sizes, trains_output=trains_output and mtp.trains == "all"),
+        + _mtp_flops(spec.language, sizes, trains_output=trains_output and config.mtp.trains == "all"),
         tower=2.0 * counts.per_patch * sizes.patches
         + 4.0 * spec.vision.hidden_size * attention_pairs
         + 2.0 * counts.per_merged_unit * (sizes.patches / spec.vision.merge_unit),

@@ -47,4 +47,4 @@ def executed_flops(config: TrainConfig, spec: ModelSpec, rows: RowSizes) -> RowF
     """FLOPs of a row by part, with what is computed twice."""
     model, lora, is_decoupled = config.model, config.lora, config.vision.placement == "decoupled"
     repeated = repeated_flops(spec, model, lora, config.recompute, rows, is_decoupled)
-    return needed_flops(spec, model, lora, rows, config.mtp) + repeated
+    return needed_flops(spec, config, rows) + repeated

@@ -207,7 +207,7 @@ class RunPrediction:
     def mfu(self) -> float:
         """FLOPs that training needs, as a share of the peak, counted as the trainer and ``bench`` do."""
         config = self.config
-        needed = needed_flops(self.spec, config.model, config.lora, self.rows, config.mtp)
+        needed = needed_flops(self.spec, config, self.rows)
         peak_flops = self.layout.replica_ranks * self.dp * 1e12 * self.gpu.peak_tflops
         return config.global_batch_size * needed.total / (self.step_seconds * peak_flops)
 

@@ -80,7 +80,7 @@ class RowShard:
 
 @dataclass
 class WholeRow:
-    """What multi-token prediction needs of a row before ranks cut it."""
+    """What multi-token prediction needs of a row before ranks cut it; rows of other models have none."""
 
     labels: Tensor
     """int32 [row length]"""
@@ -89,6 +89,8 @@ class WholeRow:
     cu_seqlens: Tensor
     """int32 [segments + 1]"""
     part: slice = slice(None)
+    two_ahead_weight: Tensor | float = 1.0
+    """The weight of the losses of these tokens in the loss of the row."""
 
     @functools.cached_property
     def two_ahead(self) -> tuple[Tensor, Tensor]:
@@ -162,7 +164,6 @@ class DeviceRow:
     """The way of features from the tower to placeholders, on the first stage under context parallelism, if
     the row has images and the tower is on the first stage; otherwise None."""
     whole_row: WholeRow | None = None
-    mtp_weight: Tensor | float = 1.0
 
     @property
     def local_segments(self) -> Segments:

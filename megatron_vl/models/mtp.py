@@ -10,10 +10,13 @@ their own, and gradients go back as those of the hidden state do.
 """
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
 from megatron.core.tensor_parallel import (
@@ -86,7 +89,7 @@ class MultiTokenPrediction(MegatronModule):
             **row,
         )
 
-    def losses(
+    def target_numbers(
         self,
         row: DeviceRow,
         language_model: GPTModel,
@@ -95,10 +98,8 @@ class MultiTokenPrediction(MegatronModule):
         padding_mask: Tensor | None,
         output_weight: Tensor | None,
     ) -> Tensor:
-        """The loss of each token's target, and whether the layer ranks the target first: [2, S].
-
-        Both are 0 for tokens without a target, apart from some whose loss mask is 0.
-        """
+        """Of each token's target: its weighted loss, whether it is trained on, and whether the layer ranks it
+        first, float32 [3, S]. Without a target that is trained on, all are 0."""
         assert row.whole_row is not None
         states = self(
             hidden_states,
@@ -109,19 +110,22 @@ class MultiTokenPrediction(MegatronModule):
         )
         weight = language_model.output_layer.weight if output_weight is None else output_weight
         index, is_target = target_index(row)
+        labels, loss_mask = row.whole_row.two_ahead
         is_first: list[Tensor] = []
         token_losses = losses_of_tokens(
             states,
             language_model.output_layer,
             weight if self.trains_model else weight.detach(),
-            row.whole_row.two_ahead[0][None],
+            labels[None],
             index,
             language_model.compute_language_model_loss,
             is_first,
         )
         # Added, because a token that is no target may be listed twice.
         found = torch.cat((token_losses.float(), torch.cat(is_first, 1).float())) * is_target
-        return found.new_zeros(2, row.tokens.numel()).index_add(1, index, found)
+        losses, is_first_choice = found.new_zeros(2, row.tokens.numel()).index_add(1, index, found)
+        is_trained = loss_mask != 0
+        return torch.stack((losses * loss_mask, is_trained.float(), is_first_choice * is_trained))
 
 
 class MtpModel(VisionLanguageModel):
@@ -156,13 +160,13 @@ class MtpModel(VisionLanguageModel):
     def _losses_of_both(
         self, row: DeviceRow, *, hidden_states: Tensor, context: Tensor | None, **options: Any
     ) -> Tensor:
-        """The losses of the model, those of the layer's targets, and whether it ranks them first: [3, S]."""
+        """The losses of the model, and the numbers of the layer's targets: [4, S]."""
         assert self.mtp is not None
         if context is None:
             context = torch.arange(row.tokens.numel(), device=row.tokens.device)
         token_losses = loss_token_losses(hidden_states=hidden_states, context=context, **options)
         next_embeddings, self.next_embeddings = self.next_embeddings, None
-        mtp_losses = self.mtp.losses(
+        target_numbers = self.mtp.target_numbers(
             row,
             self.language_model,
             hidden_states,
@@ -170,7 +174,30 @@ class MtpModel(VisionLanguageModel):
             self._padding_mask(row),
             options["output_weight"],
         )
-        return torch.cat((token_losses.float(), mtp_losses))
+        return torch.cat((token_losses.float(), target_numbers))
+
+
+def target_metrics(loss_sum: float, targets: float, top1_hits: float) -> tuple[dict[str, float], str]:
+    """The mean loss (without the factor ``mtp.loss``), the number of targets, and the share of them that the
+    layer ranks first: by name, and as a part of a printed line."""
+    loss, top1 = (each / targets if targets else math.nan for each in (loss_sum, top1_hits))
+    metrics = {"mtp_loss": loss, "mtp_tokens": int(targets), "mtp_top1": top1}
+    return metrics, f"mtp loss {loss:.6f}, top-1 {top1:.1%} of {targets:.0f}"
+
+
+def weight_targets(rows: list[DeviceRow], factor: float) -> None:
+    """Weights the loss sum of the targets so that, divided by the loss tokens, it equals ``factor`` times the
+    mean over the targets.
+
+    Collective over the data-parallel and context-parallel ranks, without host synchronisation.
+    """
+    parts = [(row.loss_mask, row.whole_row) for row in rows if row.whole_row]
+    masks = [mask for loss_mask, whole_row in parts for mask in (loss_mask, whole_row.two_ahead[1])]
+    # Before the passes, because the backward pass of the first row needs the counts of all.
+    counts = torch.stack([(mask != 0).sum() for mask in masks]).view(-1, 2).sum(0)
+    dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    for _, whole_row in parts:
+        whole_row.two_ahead_weight = factor * counts[0] / counts[1].clamp(min=1)
 
 
 def target_index(row: DeviceRow) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import operator
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from megatron_vl.training.report.sinks import ValidationResult
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.state.keep import read_validations
-from megatron_vl.training.step import MtpSums, StepResult, reduce_losses, run_schedule
+from megatron_vl.training.step import StepResult, reduce_losses, run_schedule, split_sums
 
 
 class Evaluate(Hook):
@@ -113,9 +112,7 @@ class Evaluate(Hook):
     def evaluate(self, ddp_chunks: list[DistributedDataParallel]) -> ValidationResult:
         """Evaluates the current weights. Collective over all ranks."""
         start = time.perf_counter()
-        chunks, loss_sum, num_tokens = [chunk.module for chunk in ddp_chunks], 0.0, 0
-        has_mtp = bool(self.config.mtp.loss)
-        mtp = MtpSums()
+        chunks, sums = [chunk.module for chunk in ddp_chunks], torch.zeros(())
         row_iterator = iter(self.rows) if self.grid.owns_loader else None
         # At most as many rows as in a training step, so that there is enough memory.
         rows_at_once = self.config.global_batch_size // self.grid.dp
@@ -123,23 +120,18 @@ class Evaluate(Hook):
             for first in range(0, self.num_rows, rows_at_once):
                 num_rows = min(rows_at_once, self.num_rows - first)
                 batches = BatchBroadcast(self.grid, self.platform, row_iterator, num_rows, spec=self.spec)
-                reports = run_schedule(
-                    chunks, batches.next_batch().rows, seq_len=self.config.data.seq_len, forward_only=True
-                )
-                batch_loss, batch_tokens, _, _, batch_mtp = reduce_losses(
-                    reports, self.grid, self.platform.device, has_mtp=has_mtp
-                )
-                if batch_mtp is not None:
-                    mtp = MtpSums(*map(operator.add, mtp, batch_mtp))
-                loss_sum += batch_loss
-                num_tokens += batch_tokens
+                rows = batches.next_batch().rows
+                reports = run_schedule(chunks, rows, seq_len=self.config.data.seq_len, forward_only=True)
+                sums = sums + reduce_losses(reports, rows, self.grid)[0]
         self.platform.synchronize()  # the time includes what still runs on the device
+        loss_sum, loss_tokens, more_metrics, more_text = split_sums(sums)
         return ValidationResult(
-            loss=loss_sum / max(num_tokens, 1),
-            loss_tokens=num_tokens,
+            loss=loss_sum / max(loss_tokens, 1),
+            loss_tokens=loss_tokens,
             elapsed_s=time.perf_counter() - start,
             rows=self.digest,
-            more_metrics=mtp.metrics if has_mtp else {},
+            more_metrics=more_metrics,
+            more_text=more_text,
         )
 
 

@@ -25,22 +25,16 @@ TOKENIZER_FILES = (
 DATASET_FILES = ("dataset.yaml", "split.yaml", ".info.json", "index.uuid", "tars.json")
 
 
-def hf_weights_name(config: TrainConfig) -> str:
-    """The name of the weights in ``model.hf`` among the digests, which are by path otherwise."""
-    return f"{config.model.hf} (weights)"
-
-
 def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> dict[str, str]:
     """Digests of what every rank reads, by path: the processor's settings, and where the weights come
     from."""
     from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder  # they import torch
-    from megatron_vl.training.start_weights import open_mtp_weights, open_start_weights
+    from megatron_vl.training.start_weights import hf_digests
     from megatron_vl.weights.manifest import MANIFEST_FILE
-    from megatron_vl.weights.model_digest import model_digest
     from megatron_vl.weights.weight_reader import find_weights_dir
 
     files = [Path(config.model.hf) / name for name in PROCESSOR_FILES]
-    reads_start_weights = config.lora.rank or not source_checkpoint
+    reads_start_weights = bool(config.lora.rank) or source_checkpoint is None
     weights = [config.model.checkpoint] if reads_start_weights else []
     if source_checkpoint is not None:
         files.append(source_checkpoint.path / "run.json")
@@ -50,16 +44,7 @@ def read_model_digests(config: TrainConfig, source_checkpoint: SavedCheckpoint |
         weights.append(config.lora.adapter)
     folders = [folder for folder in weights if folder and folder != RANDOM_WEIGHTS]
     digests = _digests([*files, *(find_weights_dir(folder) / MANIFEST_FILE for folder in folders)])
-    # No file of a Hugging Face folder holds the hashes of its weights.
-    mtp_weights = open_mtp_weights(config, source_checkpoint.path if source_checkpoint is not None else None)
-    if reads_start_weights and not config.model.checkpoint:
-        hf_weights = open_start_weights(config)
-        assert hf_weights is not None
-        digests[hf_weights_name(config)] = model_digest(hf_weights)
-        mtp_weights = mtp_weights or (hf_weights if config.mtp.loss else None)
-    if mtp_weights is not None:
-        digests[f"{config.model.hf} (multi-token prediction)"] = model_digest(mtp_weights, of_mtp=True)
-    return digests
+    return digests | hf_digests(config, source_checkpoint, reads_start_weights)
 
 
 def read_loader_digests(config: TrainConfig, description: Description) -> dict[str, str]:

@@ -1,7 +1,5 @@
 """Builds this rank's part of a run's model, with given or random weights."""
 
-from pathlib import Path
-
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.sample.pixel_settings import PixelNorm, read_pixel_norm
 from megatron_vl.models.build import build_chunks, check_live_tensors, chunk_tensors
@@ -11,10 +9,8 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.tensors import MTP_PREFIX
 from megatron_vl.training.offload.layer_inputs import offload_layer_inputs
 from megatron_vl.training.offload.row_features import offload_row_features
-from megatron_vl.training.start_weights import open_mtp_weights
 from megatron_vl.training.state.load import load_weights
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 
@@ -29,14 +25,15 @@ def build_model(
     grid: ProcessGrid,
     *,
     start_weights: CanonicalWeights | None = None,
+    added_weights: CanonicalWeights | None = None,
     start_lora: CanonicalWeights | None = None,
-    checkpoint_path: Path | None = None,
     pixel_norm: PixelNorm | None = None,
 ) -> tuple[list[VisionLanguageModel], list[LiveTensor]]:
     """Builds this rank's chunks, checks them against the tensor table, and fills them.
 
     Args:
         start_weights: weights in any layout, of which each rank reads its own slices; None: random weights.
+        added_weights: those of layers that the start weights, or the checkpoint that is loaded later, lack.
         start_lora: matrices of LoRA, and modules that were trained whole, in any layout; None: matrices that
             add nothing yet.
 
@@ -50,12 +47,9 @@ def build_model(
     live_tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
     check_live_tensors(spec, layout, live_tensors, config.lora)
 
-    if start_weights is not None:
-        load_weights(start_weights, live_tensors, grid)
-    if (mtp_weights := open_mtp_weights(config, checkpoint_path)) is not None:
-        load_weights(mtp_weights, [t for t in live_tensors if t.tensor_name.startswith(MTP_PREFIX)], grid)
-    if start_lora is not None:
-        load_weights(start_lora, live_tensors, grid)
+    for weights in (start_weights, added_weights, start_lora):
+        if weights is not None:
+            load_weights(weights, live_tensors, grid)
     decoupled = chunks[0].decoupled
     if decoupled is not None:
         offload_row_features(decoupled, platform)

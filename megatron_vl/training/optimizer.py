@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
-from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_vl.config import OptimizerConfig, TrainConfig
@@ -128,15 +128,12 @@ def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
 
 
 def peak_learning_rates(config: TrainConfig) -> PartLearningRates:
-    lr = config.optimizer.lr
-    part_rates: PartLearningRates = {}
-    for part in ("language", "vision", "merger"):
-        rate = lr if part == "language" else getattr(config.optimizer, f"{part}_lr")
-        is_frozen = getattr(config.model, f"freeze_{part}")
-        if part == "language" and config.mtp.loss:  # its layer is trained beside a frozen model too
-            is_frozen = False
-        part_rates[part] = None if is_frozen else lr if rate is None else rate
-    return part_rates
+    settings = config.optimizer
+    own_rates = {"language": settings.lr, "vision": settings.vision_lr, "merger": settings.merger_lr}
+    return {
+        part: (settings.lr if own_rate is None else own_rate) if config.trains_part(part) else None
+        for part, own_rate in own_rates.items()
+    }
 
 
 def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> PartLearningRates:
@@ -156,7 +153,7 @@ def clip_and_update(
     optimizer: ChainedOptimizer,
     loss_tokens: int,
     is_loss_finite: bool,
-    clips_mtp_separately: bool = False,
+    own_norm_group: str | None = None,
     before_update: Callable[[], object] = lambda: None,
 ) -> tuple[bool, float]:
     """Divides gradients by the number of loss tokens, clips them, and updates weights. Collective.
@@ -169,8 +166,8 @@ def clip_and_update(
 
     Args:
         is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
-        clips_mtp_separately: whether multi-token prediction is clipped by its own norm, so that the update of
-            the model is what it is without.
+        own_norm_group: the parameters with this ``grad_norm_group`` are clipped by their own norm, so that
+            the update of all others is what it is without them.
 
     Returns:
         (whether the weights were updated, the global norm of the divided gradients before they are clipped).
@@ -178,10 +175,10 @@ def clip_and_update(
     has_overflow = optimizer.prepare_grads()
     gradient_scale = 1.0 / max(1, loss_tokens)
     norms = [float(optimizer.get_grad_norm() or 0.0) * gradient_scale]
-    if clips_mtp_separately:
-        norms.append(_mtp_norm(optimizer) * gradient_scale)
-    # Alone, the model would skip a step without gradients.
-    is_skipped_alone = clips_mtp_separately and optimizer.trains_model and not norms[0]
+    if own_norm_group is not None:
+        norms.append(_group_norm(optimizer, own_norm_group) * gradient_scale)
+    # Without the group, the model would skip a step without gradients.
+    is_skipped_alone = own_norm_group is not None and optimizer.trains_model and not norms[0]
     grad_norm = 0.0 if is_skipped_alone else math.hypot(*norms)
     if has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
         if state_chunks := chunked_state(optimizer):
@@ -192,27 +189,25 @@ def clip_and_update(
         if not getattr(sub_optimizer, "is_stub_optimizer", False):
             # All gradients are clipped by the norm over the whole model, not over the optimizer's own part.
             max_norm = sub_optimizer.config.clip_grad
-            model_factor, *mtp_factors = (
+            model_factor, *group_factors = (
                 gradient_scale * (min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0.0 else 1.0)
                 for norm in norms
             )
-            for mtp_factor in mtp_factors:
-                _multiply_gradients(
-                    (p for p in sub_optimizer.get_parameters() if hasattr(p, "grad_norm_group")),
-                    mtp_factor / model_factor,
-                )
+            for group_factor in group_factors:
+                members = (p for p in sub_optimizer.get_parameters() if hasattr(p, "grad_norm_group"))
+                _multiply_gradients(members, group_factor / model_factor)
             _scale_gradients(sub_optimizer, model_factor)
     before_update()
     return bool(optimizer.step_with_ready_grads()), grad_norm
 
 
-def _mtp_norm(optimizer: ChainedOptimizer) -> float:
-    """The norm of the gradients that core's norm leaves out. Collective over the same groups as that."""
+def _group_norm(optimizer: ChainedOptimizer, norm_group: str) -> float:
+    """The norm of gradients that core's norm leaves out. Collective over the same groups as that."""
     parts = optimizer.chained_optimizers
     chains = [parts] if optimizer.grads_states_parallel_group_is_shared() else [[part] for part in parts]
     norms = []
     for chain in chains:
-        gradients = [g for part in chain for g in part.get_grads_for_grad_norm(MTP_GRAD_NORM_GROUP)]
+        gradients = [g for part in chain for g in part.get_grads_for_grad_norm(norm_group)]
         group = chain[0].get_grad_stats_parallel_group()
         norms.append(float(get_grad_norm_fp32(gradients, grad_stats_parallel_group=group)))
     return math.hypot(*norms)

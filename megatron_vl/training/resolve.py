@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_vl.config import RANDOM_WEIGHTS, RunConfigError, TrainConfig, validate_config
+from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.config.checks import check_inputs, check_outputs, config_remarks
 from megatron_vl.core_fixes.core_version import check_core_version
 from megatron_vl.data.source.dataset_description import Description, SplitFacts, read_description
@@ -18,10 +18,10 @@ from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.gpus import find_gpu, local_gpu
 from megatron_vl.estimate.memory_check import check_host_memory, check_memory, resolve_offload_fraction
 from megatron_vl.estimate.split import run_layout, split_source, with_split
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families import ModelSpec, run_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.lora import freeze_parts_without_lora
-from megatron_vl.training.input_files import hf_weights_name, read_loader_digests, read_model_digests
+from megatron_vl.training.input_files import read_loader_digests, read_model_digests
 from megatron_vl.training.lora import check_lora_base, check_same_lora, check_same_model, with_start_lora
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.state.keep import check_free_space
@@ -97,9 +97,7 @@ def _check_fields(config: TrainConfig, world_size: int, spec: ModelSpec | None) 
     check_core_version()
     dp = validate_config(config, world_size)
     check_inputs(config)
-    spec = spec or read_spec(config.model.hf, config.model.rope_scaling)
-    if config.mtp.loss:
-        spec = spec.with_mtp()
+    spec = run_spec(config, spec)
     if not config.data.is_synthetic:
         check_data_path(config.data.path)
     check_outputs(config)
@@ -113,7 +111,7 @@ def _check_fields(config: TrainConfig, world_size: int, spec: ModelSpec | None) 
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
     """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
     from converters.hf_checkpoint import HfCheckpoint  # they import torch
-    from megatron_vl.training.start_weights import check_start_weights, has_mtp_weights, open_mtp_weights
+    from megatron_vl.training.start_weights import added_layer_notes, check_start_weights, hf_weights_name
     from megatron_vl.weights.model_digest import RANDOM_DIGEST, model_digest
 
     config, spec = resolved_run.config, resolved_run.spec
@@ -151,15 +149,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
         check_lora_base(config, spec, base_digest)
     else:
         check_own_checkpoint(config, spec, source_checkpoint.path, base_digest)
-    checkpoint_path = source_checkpoint.path if source_checkpoint is not None else None
-    if open_mtp_weights(config, checkpoint_path) is not None:  # it checks the folder
-        run_notes.append("multi-token prediction begins with the weights in model.hf")
-    continued_path = checkpoint_path or config.model.checkpoint
-    if not config.mtp.loss and continued_path not in ("", RANDOM_WEIGHTS) and has_mtp_weights(continued_path):
-        run_notes.append(
-            f"NOTE: the multi-token prediction in {continued_path} is left out, as mtp.loss is 0; exports of"
-            " this run have that of model.hf"
-        )
+    run_notes += added_layer_notes(config, source_checkpoint)
 
     if is_synthetic:
         from megatron_vl.data.synthetic import synthetic_identity  # it imports torch

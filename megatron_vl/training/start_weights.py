@@ -10,8 +10,11 @@ from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.config import RANDOM_WEIGHTS, TrainConfig
 from megatron_vl.config.checks import check_weights_exist
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import MTP_PREFIX
 from megatron_vl.training.lora import check_same_model
 from megatron_vl.weights.canonical_weights import CanonicalWeights
+from megatron_vl.weights.model_digest import model_digest
+from megatron_vl.weights.run_folder import SavedCheckpoint
 from megatron_vl.weights.weight_reader import WeightReader
 
 
@@ -33,17 +36,54 @@ def open_start_weights(config: TrainConfig, *, should_verify: bool = True) -> Ca
     return HfCheckpoint(config.model.hf, has_mtp=bool(config.mtp.loss))
 
 
-def open_mtp_weights(config: TrainConfig, checkpoint_path: Path | None) -> CanonicalWeights | None:
-    """The folder ``model.hf``, if a run trains multi-token prediction and continues with weights without."""
-    weights_path = checkpoint_path or config.model.checkpoint
-    if not config.mtp.loss or not weights_path or config.model.checkpoint == RANDOM_WEIGHTS:
+def open_added_weights(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> HfCheckpoint | None:
+    """The layer of multi-token prediction in ``model.hf``, if a run adds it to weights that lack it."""
+    path = config.model.checkpoint if source_checkpoint is None else source_checkpoint.path
+    is_random = config.model.checkpoint == RANDOM_WEIGHTS
+    if not config.mtp.loss or is_random or not path or _hold_mtp(path):
         return None
-    return None if has_mtp_weights(weights_path) else HfCheckpoint(config.model.hf, has_mtp=True)
+    weights = HfCheckpoint(config.model.hf, has_mtp=True)
+    infos = weights.tensor_infos.items()
+    weights.tensor_infos = {name: info for name, info in infos if name.startswith(MTP_PREFIX)}
+    return weights
 
 
-def has_mtp_weights(weights_path: str | Path) -> bool:
-    """Whether Megatron weights hold multi-token prediction."""
-    return WeightReader(weights_path, should_verify=False, takes_lora=True).spec.language.has_mtp
+def added_layer_notes(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> list[str]:
+    """Notes on a layer that a run adds to the weights that it continues with, or leaves out of them."""
+    path = config.model.checkpoint if source_checkpoint is None else source_checkpoint.path
+    if open_added_weights(config, source_checkpoint) is not None:  # it checks the folder
+        return ["multi-token prediction begins with the weights in model.hf"]
+    if config.mtp.loss or not _hold_mtp(path):
+        return []
+    return [
+        f"NOTE: the multi-token prediction in {path} is left out, as mtp.loss is 0; exports of this run have"
+        " that of model.hf"
+    ]
+
+
+def _hold_mtp(path: str | Path) -> bool:
+    """Whether a path names Megatron weights that hold multi-token prediction."""
+    if path in ("", RANDOM_WEIGHTS):
+        return False
+    return WeightReader(path, should_verify=False, takes_lora=True).spec.language.has_mtp
+
+
+def hf_weights_name(config: TrainConfig) -> str:
+    """The name of the weights in ``model.hf`` among the digests, which are by path otherwise."""
+    return f"{config.model.hf} (weights)"
+
+
+def hf_digests(
+    config: TrainConfig, source_checkpoint: SavedCheckpoint | None, reads_start_weights: bool
+) -> dict[str, str]:
+    """Digests of what a run reads of the weights in ``model.hf``. No file there holds their hashes."""
+    digests, hf_weights = {}, open_added_weights(config, source_checkpoint)
+    if reads_start_weights and not config.model.checkpoint:
+        hf_weights = HfCheckpoint(config.model.hf, has_mtp=bool(config.mtp.loss))
+        digests[hf_weights_name(config)] = model_digest(hf_weights)
+    if hf_weights is not None and config.mtp.loss:
+        digests[f"{config.model.hf} (multi-token prediction)"] = model_digest(hf_weights, of_mtp=True)
+    return digests
 
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeights | None:

@@ -10,19 +10,18 @@ Core's own scaling by ranks and micro-batches is off (``calculate_per_token_loss
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP, ChainedOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
@@ -31,6 +30,7 @@ from megatron_vl.config import TrainConfig
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.embedding import fuse_vocabulary_gradients
 from megatron_vl.models.moe.router import expert_load, notify_ddp_directly, reset_router_counts
+from megatron_vl.models.mtp import target_metrics, weight_targets
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_absent_tower
 from megatron_vl.parallel.process_grid import ProcessGrid
@@ -46,22 +46,6 @@ SKIP_TEXTS = {
 }
 """The reasons for which a step's update is skipped. Weights, moments and Adam's step count then stay as they
 are; data and learning-rate schedules advance."""
-
-
-class MtpSums(NamedTuple):
-    """Sums over the targets of multi-token prediction: the tokens two ahead that are trained on."""
-
-    loss_sum: float = 0.0
-    """Weighted, but without the factor ``mtp.loss``."""
-    tokens: int = 0
-    top1_hits: int = 0
-    """Targets that the layer predicts as its first choice."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The numbers for the log: mean loss, targets, and the share of them that is ranked first."""
-        loss, top1 = (s / self.tokens if self.tokens else math.nan for s in (self.loss_sum, self.top1_hits))
-        return {"mtp_loss": loss, "mtp_tokens": self.tokens, "mtp_top1": top1}
 
 
 @dataclass
@@ -81,8 +65,9 @@ class StepResult:
     stop_requested: bool = False
     source_counts: SourceCounts | None = None
     """Samples, loss tokens and losses by source; None if the data set is not a blend."""
-    mtp: MtpSums | None = None
-    """Sums of multi-token prediction; None if the run does not train it."""
+    more_metrics: dict[str, float] = field(default_factory=dict)
+    more_text: str = ""
+    """Numbers beside the loss by name, and as a part of a printed line (:func:`split_sums`)."""
 
     @property
     def is_updated(self) -> bool:
@@ -146,48 +131,29 @@ def wrap_in_ddp(
 
 
 def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The loss of one row from its per-token losses [1, S], or [3, S] with multi-token prediction.
+    """The loss of one row from its per-token losses [1, S], or [4, S] with multi-token prediction.
 
     Returns:
-        (loss sum, number of loss tokens, report). The report has both numbers, float32 [2], and those of
-        multi-token prediction under ``mtp``, float32 [3]. For a row of a blend, it also has the loss sum of
-        each segment, float64 [segments], and the segments' sources.
+        (loss sum, number of loss tokens, report). The report has both numbers and, with multi-token
+        prediction, its three sums: float32 [2] or [5]. For a row of a blend, it also has the loss sum of each
+        segment, float64 [segments], and the segments' sources.
     """
-    token_losses, *mtp_output = token_losses.float()
+    token_losses, *target_numbers = token_losses.float()
     weighted_losses = token_losses * row.loss_mask
     loss_sum = weighted_losses.sum()
     # Weights change the sum of the losses, not the number of tokens by which it is divided.
     loss_token_count = (row.loss_mask != 0).sum()
-    row_report = {"loss": torch.stack((loss_sum.detach(), loss_token_count.float()))}
+    sums = [loss_sum, loss_token_count, *(each.sum() for each in target_numbers)]
+    if row.whole_row is not None:
+        loss_sum = loss_sum + row.whole_row.two_ahead_weight * sums[2]
+    row_report = {"loss": torch.stack([each.detach().float() for each in sums])}
     if row.segment_sources is not None and len(row.segment_sources):
         # `unsafe` skips bounds checks, which would make the host wait.
         row_report["segments"] = torch.segment_reduce(
             weighted_losses.detach().double(), "sum", offsets=row.local_segments.cu_seqlens, unsafe=True
         )
         row_report["sources"] = row.segment_sources
-    if mtp_output:
-        assert row.whole_row is not None
-        mtp_losses, is_first = mtp_output
-        _, mtp_mask = row.whole_row.two_ahead
-        mtp_sum = (mtp_losses * mtp_mask).sum()
-        sums = (mtp_sum.detach(), (mtp_mask != 0).sum(), (is_first * (mtp_mask != 0)).sum())
-        row_report["mtp"] = torch.stack([each.float() for each in sums])
-        loss_sum = loss_sum + row.mtp_weight * mtp_sum
     return loss_sum, loss_token_count.to(torch.int), row_report
-
-
-def set_mtp_weights(rows: list[DeviceRow], factor: float) -> None:
-    """Scales the loss sum of multi-token prediction so that, divided by the loss tokens, it equals ``factor``
-    times the mean over its own targets.
-
-    Collective over the data-parallel and context-parallel ranks, without host synchronisation.
-    """
-    masks = [(row.loss_mask, row.whole_row.two_ahead[1]) for row in rows if row.whole_row]
-    # Before the passes, because the backward pass of the first row needs the counts of all.
-    counts = torch.stack([torch.stack([(mask != 0).sum() for mask in pair]) for pair in masks]).sum(0)
-    dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    for row in rows:
-        row.mtp_weight = factor * counts[0] / counts[1].clamp(min=1)
 
 
 def forward_step(row_iterator: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -213,7 +179,7 @@ def run_schedule(
     if not forward_only:
         reset_router_counts(model_chunks, rows)
         if mtp_factor := get_attr_wrapped_model(model_chunks[0], "mtp_config").loss:
-            set_mtp_weights(rows, mtp_factor)
+            weight_targets(rows, mtp_factor)
 
     # Each chunk reads all rows, at its own time in the schedule.
     row_iterators = [iter(rows) for _ in model_chunks]
@@ -279,17 +245,16 @@ def train_step(
     # The flags travel with the losses, so that they need no collective of their own. The host waits for the
     # device here.
     progress.enter_phase(progress.UPDATING_WEIGHTS)
-    device = rows[0].tokens.device
-    mtp_config = get_attr_wrapped_model(model_chunks[0], "mtp_config")
-    has_mtp = bool(mtp_config.loss)
-    loss_sum, loss_tokens, (any_failed, any_stop), source_counts, mtp = reduce_losses(
-        row_reports, grid, device, (has_failed, stop_requested), local_source_counts, has_mtp
+    sums, (any_failed, any_stop), source_counts = reduce_losses(
+        row_reports, rows, grid, (has_failed, stop_requested), local_source_counts
     )
+    loss_sum, loss_tokens, more_metrics, more_text = split_sums(sums)
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
 
-    clips_mtp_separately = has_mtp and mtp_config.trains == "head"
+    mtp_config = get_attr_wrapped_model(model_chunks[0], "mtp_config")
+    own_norm_group = MTP_GRAD_NORM_GROUP if mtp_config.loss and mtp_config.trains == "head" else None
     is_updated, grad_norm = clip_and_update(
-        optimizer, loss_tokens, math.isfinite(mean_loss), clips_mtp_separately, before_update
+        optimizer, loss_tokens, math.isfinite(mean_loss), own_norm_group, before_update
     )
     # A zero gradient is skipped too: an update would still decay moments and weights.
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
@@ -301,8 +266,8 @@ def train_step(
     core_config = model_chunks[0].config
     tokens_per_expert = None
     if num_experts := core_config.num_moe_experts:
-        num_layers = core_config.num_layers + int(has_mtp)
-        tokens_per_expert = expert_load(model_chunks, num_layers, num_experts, device)
+        num_layers = core_config.num_layers + bool(mtp_config.loss)
+        tokens_per_expert = expert_load(model_chunks, num_layers, num_experts, rows[0].tokens.device)
     return StepResult(
         mean_loss,
         loss_tokens,
@@ -312,57 +277,60 @@ def train_step(
         any_rank_failed=any_failed,
         stop_requested=any_stop,
         source_counts=source_counts,
-        mtp=mtp,
+        more_metrics=more_metrics,
+        more_text=more_text,
     )
 
 
 def reduce_losses(
     row_reports: list[dict[str, Tensor]],
+    rows: list[DeviceRow],
     grid: ProcessGrid,
-    device: torch.device,
     local_flags: tuple[bool, ...] = (),
     local_source_counts: SourceCounts | None = None,
-    has_mtp: bool = False,
-) -> tuple[float, int, list[bool], SourceCounts | None, MtpSums | None]:
+) -> tuple[Tensor, list[bool], SourceCounts | None]:
     """Adds up the losses of the global batch over all ranks. Collective.
 
     The host reads losses, counts and flags from the device here, all at once.
 
     Args:
+        row_reports: what :func:`run_schedule` returned for ``rows``, those of this rank.
         local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is
             not a blend.
 
     Returns:
-        (loss sum, loss tokens, for each flag whether any rank has set it, numbers by source, sums of
-        multi-token prediction), equal on every rank.
+        (sums, float64 [2] or [5] on the host, for :func:`split_sums`; for each flag whether any rank has set
+        it; numbers by source), equal on every rank.
     """
     # The losses of a row lie in equal copies on all tensor-parallel ranks of the last stage, and in parts on
     # its context-parallel ranks. All ranks of a replica know the counts of its rows, so only one of them adds
     # them. One tensor holds everything: sums of the losses (2, or 5 with multi-token prediction), flags, and
     # samples, loss tokens and losses of each source.
-    num_sums = 5 if has_mtp else 2
+    num_sums = 5 if rows[0].whole_row is not None else 2
     sums = torch.tensor([0.0] * num_sums + [*local_flags], dtype=torch.float64)
     has_loss = grid.pp_rank == grid.pp - 1 and grid.tp_rank == 0
     if local_source_counts is not None:
         counts = torch.cat(local_source_counts)
         sums = torch.cat((sums, counts if has_loss and not grid.cp_rank else torch.zeros_like(counts)))
-    sums = sums.to(device)
+    sums = sums.to(rows[0].tokens.device)
     if has_loss:
         for report in row_reports:
-            sums[:2] += report["loss"].double()
-            if has_mtp:
-                sums[2:5] += report["mtp"].double()
+            sums[:num_sums] += report["loss"].double()
         if local_source_counts is not None:
             num_sources = len(local_source_counts.losses)
             sums[-num_sources:] += _loss_by_source(row_reports, num_sources)
     dist.all_reduce(sums)  # one for all numbers of the step
 
     sums = sums.cpu()  # the sync
-    loss_sum, loss_tokens, *mtp_sums = sums[:num_sums].tolist()
-    flags, counts = sums[num_sums:].tensor_split([len(local_flags)])
+    loss_sums, flags, counts = sums.tensor_split([num_sums, num_sums + len(local_flags)])
     source_counts = SourceCounts(*counts.view(3, -1)) if local_source_counts is not None else None
-    mtp_counts = MtpSums(mtp_sums[0], int(mtp_sums[1]), int(mtp_sums[2])) if has_mtp else None
-    return loss_sum, int(loss_tokens), (flags > 0).tolist(), source_counts, mtp_counts
+    return loss_sums, (flags > 0).tolist(), source_counts
+
+
+def split_sums(sums: Tensor) -> tuple[float, int, dict[str, float], str]:
+    """(Loss sum, loss tokens, numbers of multi-token prediction by name, these as text) of some batches."""
+    loss_sum, loss_tokens, *of_targets = sums.tolist()
+    return loss_sum, int(loss_tokens), *(target_metrics(*of_targets) if of_targets else ({}, ""))
 
 
 def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> Tensor:

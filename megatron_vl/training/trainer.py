@@ -41,7 +41,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.rows.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.run_messages import end_summary, run_summary, skipped_steps_message
 from megatron_vl.training.source_counts import count_sources
-from megatron_vl.training.start_weights import open_start_weights, start_weights_path
+from megatron_vl.training.start_weights import open_added_weights, open_start_weights, start_weights_path
 from megatron_vl.training.state.export_hf import HfExporter
 from megatron_vl.training.state.keep import last_good_text
 from megatron_vl.training.state.load import (
@@ -171,8 +171,8 @@ class Trainer:
             self.platform,
             grid,
             start_weights=start_weights,
+            added_weights=open_added_weights(config, source),
             start_lora=start_lora,
-            checkpoint_path=source.path if source is not None else None,
             pixel_norm=HALF_PIXEL_NORM if config.data.is_synthetic else None,
         )
         self.model_chunks = wrap_in_ddp(config, chunks, overlap=overlap, bucket_size=bucket_size)

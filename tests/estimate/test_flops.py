@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig
+from megatron_vl.config import LoraConfig, ModelConfig, MtpConfig, RecomputeConfig, TrainConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixel_settings import read_pixel_norm
@@ -68,7 +68,7 @@ def lengths(samples: list[TokenizedSample], spec: ModelSpec) -> tuple[list[int],
 def step_flops(
     spec: ModelSpec, where: tuple, loss_tokens: int, model: ModelConfig = TRAINED, lora: LoraConfig = NO_LORA
 ) -> float:
-    return needed_flops(spec, model, lora, row_sizes(*where, loss_tokens)).total
+    return needed_flops(spec, TrainConfig(model=model, lora=lora), row_sizes(*where, loss_tokens)).total
 
 
 def again_flops(spec: ModelSpec, recompute: RecomputeConfig, where: tuple) -> RowFlops:
@@ -255,9 +255,9 @@ def test_multi_token_prediction_equals_counted(tiny_checkpoint) -> None:
     # The last token of a row is listed too.
     sizes = row_sizes(*where, LOSS_INDEX_MULTIPLE + 1)
     squares = max(attention_flops(spec, where[0]))
-    without = needed_flops(spec, TRAINED, NO_LORA, sizes).total
+    without = needed_flops(spec, TrainConfig(), sizes).total
     for mtp, count in zip((head, whole), with_layer, strict=True):
-        ours = needed_flops(with_mtp, TRAINED, NO_LORA, sizes, mtp).total
+        ours = needed_flops(with_mtp, TrainConfig(mtp=mtp), sizes).total
         assert count - none == ours - without + 3 * squares
     recompute = RecomputeConfig(**full)
     again = again_flops(with_mtp, recompute, where).total - again_flops(spec, recompute, where).total

@@ -17,7 +17,7 @@ from megatron_vl.estimate.gpus import find_gpu
 from megatron_vl.estimate.memory import peak_stage_gib, stage_memories
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.estimate.step import predict_layout
-from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families import read_spec, run_spec
 from tests.support.planned import config_of
 
 FOLDER = Path(__file__).parent
@@ -45,7 +45,7 @@ def _estimate(facts: dict[str, Any]) -> MeasuredRun:
     spec = read_spec(FOLDER.parent / "hf_configs" / f"{facts['model']}.json")
     config = config_of(f"{facts['options']} --data.path synthetic:{facts['rows']}")
     layers = {f"num_{name}": facts.get(name) for name in ("language_layers", "vision_layers")}
-    spec = spec.replace_layers(**layers).with_mtp(bool(config.mtp.loss))
+    spec = run_spec(config, spec.replace_layers(**layers))
     layout = run_layout(config, spec, facts["gpus"])
     run = predict_layout(config, spec, facts["gpus"], layout, find_gpu(facts["gpu"]))
     fullest_row = run.rows._replace(

@@ -77,10 +77,10 @@ def run_passes(trainer: Trainer, kinds: list[list[str]]) -> list[float]:
     for chunk in trainer.model_chunks:
         chunk.zero_grad_buffer()
     reports = run_schedule(trainer.model_chunks, batch.rows, seq_len=trainer.config.data.seq_len)
-    device, has_mtp = trainer.platform.device, bool(trainer.config.mtp.loss)
-    loss, tokens, _, _, mtp = reduce_losses(reports, trainer.grid, device, has_mtp=has_mtp)
-    complete_gradients(trainer, tokens)
-    return [loss / tokens, *([mtp.loss_sum / mtp.tokens, mtp.tokens, mtp.top1_hits] if mtp else [])]
+    sums, *_ = reduce_losses(reports, batch.rows, trainer.grid)
+    loss, tokens, *mtp = sums.tolist()
+    complete_gradients(trainer, int(tokens))
+    return [loss / tokens, *([mtp[0] / mtp[1], *map(int, mtp[1:])] if mtp else [])]
 
 
 def save(trainer: Trainer, run: Path, step: int = 2) -> dict[str, Tensor]:

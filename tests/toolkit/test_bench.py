@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from megatron_vl.config import DataConfig, LoraConfig, ModelConfig
+from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.data.sample.pixel_settings import PixelNorm
 from megatron_vl.data.synthetic import SyntheticRows, draw_rows
 from megatron_vl.estimate.flops import needed_flops, row_sizes
@@ -67,7 +67,7 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
             tokens += sum(lengths)
             for counted, num_logits in ((model, int(row.loss_mask.sum())), (all_tokens, sum(lengths))):
                 sizes = row_sizes(lengths, *vision, num_logits)
-                counted.append(needed_flops(spec, ModelConfig(), LoraConfig(), sizes))
+                counted.append(needed_flops(spec, TrainConfig(), sizes))
 
         w = figures["workloads"][workload]
         seconds, total = w["step_s"] * TIMED, sum(row.total for row in model)

@@ -108,7 +108,7 @@ def speed_figures(
     config, seconds = bench_run.config, sum(step_seconds)
     speed = totals.speed_metrics(seconds, len(step_seconds), machine["gpus"], machine["peak_tflops"])
     one_token = RowSizes(tokens=0, token_pairs=0, loss_tokens=1)
-    output_flops = needed_flops(bench_run.spec, config.model, config.lora, one_token, config.mtp).output
+    output_flops = needed_flops(bench_run.spec, config, one_token).output
     all_flops, left_out = totals.language_flops + totals.vision_flops, totals.num_real_tokens - loss_tokens
     return speed | {
         "step_s_min": min(step_seconds),

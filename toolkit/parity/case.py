@@ -28,7 +28,7 @@ from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families import ModelSpec, run_spec
 from megatron_vl.spec.layout import configured_layout
 from megatron_vl.spec.lora import MixedLora
 from megatron_vl.training.hooks import Hook
@@ -131,7 +131,7 @@ class StepResults(Hook):
 
 def resolve_on_given_rows(config: TrainConfig) -> ResolvedRun:
     """The run of a config without a data set, from the weights in ``model.checkpoint``. Collective."""
-    spec = read_spec(config.model.hf, config.model.rope_scaling).with_mtp(bool(config.mtp.loss))
+    spec = run_spec(config)
     layers = config.parallel.layers
     layout = configured_layout(config, spec, layers if isinstance(layers, list) else None)
     return ResolvedRun(

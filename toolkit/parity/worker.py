@@ -82,7 +82,8 @@ def run_one_pass(
     # The trainer's own schedule runs forward and backward; hooks copy the outputs meanwhile.
     activation_recorder = MegatronActivationRecorder(trainer) if case.activations else None
     loss_reports = run_schedule(trainer.model_chunks, step_batch.rows, seq_len=case.seq_len)
-    loss_sum, loss_tokens, *_ = reduce_losses(loss_reports, trainer.grid, trainer.platform.device)
+    sums, *_ = reduce_losses(loss_reports, step_batch.rows, trainer.grid)
+    loss_sum, loss_tokens, *_ = sums.tolist()
     outputs: dict[str, Any] = {}
     if activation_recorder is not None:
         row_lengths = [sum(map(len, row)) for row in samples]

@@ -14,7 +14,7 @@ from megatron_vl.estimate.memory_check import with_offload_fraction
 from megatron_vl.estimate.search import SearchRequest, describe_layout, search_layouts, smallest_layout
 from megatron_vl.estimate.split import run_layout
 from megatron_vl.estimate.step import GPUS_PER_NODE, RunPrediction, predict_layout
-from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families import run_spec
 from megatron_vl.system import host_memory
 from megatron_vl.system.errors import UsageError, UserError
 from megatron_vl.training.lora import with_start_lora
@@ -43,7 +43,7 @@ def make_plan(options: PlanOptions) -> Plan:
             ``lora.adapter``. The message says why.
     """
     config = _read_config(options)
-    spec = read_spec(config.model.hf, config.model.rope_scaling).with_mtp(bool(config.mtp.loss))
+    spec = run_spec(config)
     # Adapters that are there already decide their own rank and targets, as at the start of a run.
     if config.lora.adapter:
         config = with_start_lora(config, spec, find_source_checkpoint(config))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.config import TrainConfig
 from megatron_vl.spec.families import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, qwen3_vl_moe
 from megatron_vl.spec.families.base import (
     ConfigError,
@@ -51,6 +52,12 @@ def read_spec(
         raise ConfigError(f"model.rope_scaling: {str(error).removeprefix('config.json: ')}") from error
 
 
+def run_spec(config: TrainConfig, spec: ModelSpec | None = None) -> ModelSpec:
+    """The model of a run, from ``spec`` or ``model.hf``: with multi-token prediction if the run trains it."""
+    spec = spec or read_spec(config.model.hf, config.model.rope_scaling)
+    return spec.with_mtp(bool(config.mtp.loss))
+
+
 def _read_folder(path: Path) -> ModelSpec:
     config_path = path / "config.json" if path.is_dir() else path
     if not config_path.is_file():
@@ -89,4 +96,5 @@ __all__ = [
     "MoeSpec",
     "VisionSpec",
     "read_spec",
+    "run_spec",
 ]

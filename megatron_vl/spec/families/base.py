@@ -189,6 +189,11 @@ class LanguageSpec:
     (:meth:`ModelSpec.with_mtp`); no config does."""
 
     @property
+    def needs_whole_rows(self) -> bool:
+        """Whether ranks that share a row need labels beyond their own part, for the tokens two ahead."""
+        return self.has_mtp
+
+    @property
     def moe_ffn_hidden_size(self) -> int:
         """FFN width of one expert; 0 without experts."""
         return self.moe.ffn_hidden_size if self.moe else 0

@@ -193,7 +193,7 @@ class MetricsLog:
             metrics.num_real_tokens += sum(header["lengths"])
             frame_lengths, window_lengths = header["vision_lengths"]
             sizes = row_sizes(header["lengths"], frame_lengths, window_lengths, header["loss_tokens"])
-            flops = needed_flops(self.spec, self.config.model, self.config.lora, sizes, self.config.mtp)
+            flops = needed_flops(self.spec, self.config, sizes)
             metrics.language_flops += flops.language
             metrics.vision_flops += flops.tower
 
@@ -243,11 +243,11 @@ class MetricsLog:
             "patches": totals.patches,
             **{f"{DROPPED_PREFIX}{reason}": count for reason, count in drop_reasons.items()},
             **source_metrics,
-            **(step_result.mtp.metrics if step_result.mtp is not None else {}),
+            **step_result.more_metrics,
         }
         self.bad_sample_meter.add_counts(totals.samples, drop_reasons, drop_details)
         if self.grid.rank == 0:
-            self._print_line(metrics, source_text, step_result.skip_reason)
+            self._print_line(metrics, f"{step_result.more_text} | {source_text}", step_result.skip_reason)
             for sink in self.sinks:
                 sink.write_step(metrics)
         self.interval_steps, self.step_metrics = 0, StepMetrics()
@@ -321,7 +321,7 @@ class MetricsLog:
             metrics["expert_rank_load"] = busiest_rank_load(tokens, ep)
         return metrics
 
-    def _print_line(self, metrics: dict[str, Any], source_text: str, skip_reason: str) -> None:
+    def _print_line(self, metrics: dict[str, Any], more_text: str, skip_reason: str) -> None:
         seconds, memory_text = metrics["step_s"], f"{metrics['memory_gib']:.1f} GiB"
         rates = [metrics[f"lr/{part}"] for part in ("language", "vision", "merger")]
         speed = f"{metrics['tflops_per_rank']:.1f} TFLOP/s" if self.platform.name == "cuda" else ""
@@ -341,8 +341,7 @@ class MetricsLog:
             else "",
             f"busiest expert {metrics['expert_load']:.2f}x" if "expert_load" in metrics else "",
             f"busiest rank {metrics['expert_rank_load']:.2f}x" if "expert_rank_load" in metrics else "",
-            mtp_text(metrics),
-            *source_text.split(" | "),
+            *more_text.split(" | "),
             f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
         ]
         self.printed_memory = memory_text
@@ -359,7 +358,7 @@ class MetricsLog:
             f"validation loss {result.loss:.6f}",
             f"{result.loss_tokens} tokens",
             f"{result.elapsed_s:.1f} s",
-            mtp_text(result.more_metrics),
+            result.more_text,
         ]
         log_rank_0(self.grid, wrap_parts(filter(None, parts)))
         for sink in self.sinks:
@@ -385,13 +384,6 @@ def busiest_rank_load(expert_tokens: Tensor, ep: int) -> float:
     """
     rank_tokens = expert_tokens.unflatten(1, (ep, -1)).sum(2)
     return float((rank_tokens.amax(1) / rank_tokens.mean(1)).mean())
-
-
-def mtp_text(numbers: Mapping[str, Any]) -> str:
-    """The part of a line about multi-token prediction; empty for a run that does not train it."""
-    if "mtp_loss" not in numbers:
-        return ""
-    return f"mtp loss {numbers['mtp_loss']:.6f}, top-1 {numbers['mtp_top1']:.1%} of {numbers['mtp_tokens']}"
 
 
 def wrap_parts(parts: Iterable[str]) -> str:

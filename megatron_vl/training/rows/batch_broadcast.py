@@ -82,7 +82,7 @@ class BatchBroadcast:
     ) -> None:
         self.grid, self.platform, self.data_loader = grid, platform, data_loader
         self.num_micro_batches = num_micro_batches
-        self.vision_spec, self.has_mtp = spec.vision, spec.language.has_mtp
+        self.vision_spec, self.needs_whole_rows = spec.vision, spec.language.needs_whole_rows
         self.tower_is_decoupled = grid.sharding.is_tower_replicated
         self.row_sharding: RowSharding | None = None
         if grid.cp > 1:
@@ -125,7 +125,7 @@ class BatchBroadcast:
         for i, header in enumerate(headers):
             tensors = unpack_tensors(header, {name: buffers[i] for name, buffers in received.items()})
             row = self._make_row(header, tensors, plane_bounds_by_row[i] if self.row_sharding else [])
-            if self.has_mtp:
+            if self.needs_whole_rows:
                 first = self.grid.cp_rank * row.tokens.numel()
                 row.whole_row = WholeRow(
                     tensors["labels"],
