@@ -12,5 +12,5 @@ class DemoOptions(CommandOptions):
 
     dir: Path = option(Path(".demo"), metavar="DIR")
     """Write all files to this folder."""
-    steps: int = option(60, metavar="N", minimum=12)
-    """Train for N steps; fewer than 60 may not be enough to learn the answers."""
+    steps: int = option(40, metavar="N", minimum=12)
+    """Train for N steps; fewer than 40 may not be enough to learn the answers."""
