@@ -89,8 +89,8 @@ class WholeRow:
     cu_seqlens: Tensor
     """int32 [segments + 1]"""
     part: slice = slice(None)
-    two_ahead_weight: Tensor | float = 1.0
-    """The weight of the losses of these tokens in the loss of the row."""
+    two_ahead_scale: Tensor | float = 1.0
+    """The factor of the sum of the losses two ahead in the loss of the row."""
 
     @functools.cached_property
     def two_ahead(self) -> tuple[Tensor, Tensor]:

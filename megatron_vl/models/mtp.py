@@ -177,7 +177,7 @@ class MtpModel(VisionLanguageModel):
         return torch.cat((token_losses.float(), target_numbers))
 
 
-def target_metrics(loss_sum: float, targets: float, top1_hits: float) -> tuple[dict[str, float], str]:
+def mtp_metrics(loss_sum: float, targets: float, top1_hits: float) -> tuple[dict[str, float], str]:
     """The mean loss (without the factor ``mtp.loss``), the number of targets, and the share of them that the
     layer ranks first: by name, and as a part of a printed line."""
     loss, top1 = (each / targets if targets else math.nan for each in (loss_sum, top1_hits))
@@ -185,8 +185,8 @@ def target_metrics(loss_sum: float, targets: float, top1_hits: float) -> tuple[d
     return metrics, f"mtp loss {loss:.6f}, top-1 {top1:.1%} of {targets:.0f}"
 
 
-def weight_targets(rows: list[DeviceRow], factor: float) -> None:
-    """Weights the loss sum of the targets so that, divided by the loss tokens, it equals ``factor`` times the
+def set_mtp_loss_scale(rows: list[DeviceRow], factor: float) -> None:
+    """Scales the loss sum of the targets so that, divided by the loss tokens, it equals ``factor`` times the
     mean over the targets.
 
     Collective over the data-parallel and context-parallel ranks, without host synchronisation.
@@ -197,7 +197,7 @@ def weight_targets(rows: list[DeviceRow], factor: float) -> None:
     counts = torch.stack([(mask != 0).sum() for mask in masks]).view(-1, 2).sum(0)
     dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     for _, whole_row in parts:
-        whole_row.two_ahead_weight = factor * counts[0] / counts[1].clamp(min=1)
+        whole_row.two_ahead_scale = factor * counts[0] / counts[1].clamp(min=1)
 
 
 def target_index(row: DeviceRow) -> tuple[Tensor, Tensor]:

@@ -123,6 +123,7 @@ class Evaluate(Hook):
                 rows = batches.next_batch().rows
                 reports = run_schedule(chunks, rows, seq_len=self.config.data.seq_len, forward_only=True)
                 sums = sums + reduce_losses(reports, rows, self.grid)[0]
+                rows.clear()  # frees their memory before the next rows are loaded
         self.platform.synchronize()  # the time includes what still runs on the device
         loss_sum, loss_tokens, more_metrics, more_text = split_sums(sums)
         return ValidationResult(

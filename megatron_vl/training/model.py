@@ -33,7 +33,8 @@ def build_model(
 
     Args:
         start_weights: weights in any layout, of which each rank reads its own slices; None: random weights.
-        added_weights: those of layers that the start weights, or the checkpoint that is loaded later, lack.
+        added_weights: those of layers that the start weights, or the checkpoint that is loaded later, lack
+            (:func:`~megatron_vl.training.start_weights.open_added_weights`); None: they stay random.
         start_lora: matrices of LoRA, and modules that were trained whole, in any layout; None: matrices that
             add nothing yet.
 

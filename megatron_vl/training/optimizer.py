@@ -194,7 +194,11 @@ def clip_and_update(
                 for norm in norms
             )
             for group_factor in group_factors:
-                members = (p for p in sub_optimizer.get_parameters() if hasattr(p, "grad_norm_group"))
+                members = (
+                    p
+                    for p in sub_optimizer.get_parameters()
+                    if getattr(p, "grad_norm_group", None) == own_norm_group
+                )
                 _multiply_gradients(members, group_factor / model_factor)
             _scale_gradients(sub_optimizer, model_factor)
     before_update()

@@ -30,7 +30,7 @@ from megatron_vl.config import TrainConfig
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.embedding import fuse_vocabulary_gradients
 from megatron_vl.models.moe.router import expert_load, notify_ddp_directly, reset_router_counts
-from megatron_vl.models.mtp import target_metrics, weight_targets
+from megatron_vl.models.mtp import mtp_metrics, set_mtp_loss_scale
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_absent_tower
 from megatron_vl.parallel.process_grid import ProcessGrid
@@ -66,8 +66,9 @@ class StepResult:
     source_counts: SourceCounts | None = None
     """Samples, loss tokens and losses by source; None if the data set is not a blend."""
     more_metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers beside the loss by name (:func:`split_sums`)."""
     more_text: str = ""
-    """Numbers beside the loss by name, and as a part of a printed line (:func:`split_sums`)."""
+    """The same as a part of a printed line."""
 
     @property
     def is_updated(self) -> bool:
@@ -145,7 +146,7 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
     loss_token_count = (row.loss_mask != 0).sum()
     sums = [loss_sum, loss_token_count, *(each.sum() for each in target_numbers)]
     if row.whole_row is not None:
-        loss_sum = loss_sum + row.whole_row.two_ahead_weight * sums[2]
+        loss_sum = loss_sum + row.whole_row.two_ahead_scale * sums[2]
     row_report = {"loss": torch.stack([each.detach().float() for each in sums])}
     if row.segment_sources is not None and len(row.segment_sources):
         # `unsafe` skips bounds checks, which would make the host wait.
@@ -179,7 +180,7 @@ def run_schedule(
     if not forward_only:
         reset_router_counts(model_chunks, rows)
         if mtp_factor := get_attr_wrapped_model(model_chunks[0], "mtp_config").loss:
-            weight_targets(rows, mtp_factor)
+            set_mtp_loss_scale(rows, mtp_factor)
 
     # Each chunk reads all rows, at its own time in the schedule.
     row_iterators = [iter(rows) for _ in model_chunks]
@@ -328,9 +329,9 @@ def reduce_losses(
 
 
 def split_sums(sums: Tensor) -> tuple[float, int, dict[str, float], str]:
-    """(Loss sum, loss tokens, numbers of multi-token prediction by name, these as text) of some batches."""
+    """(Loss sum, loss tokens, numbers of multi-token prediction by name, the same as text) of whole batches."""
     loss_sum, loss_tokens, *of_targets = sums.tolist()
-    return loss_sum, int(loss_tokens), *(target_metrics(*of_targets) if of_targets else ({}, ""))
+    return loss_sum, int(loss_tokens), *(mtp_metrics(*of_targets) if of_targets else ({}, ""))
 
 
 def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> Tensor:

@@ -40,8 +40,9 @@ class ValidationResult:
     elapsed_s: float
     rows: str = ""
     more_metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers beside the loss by name."""
     more_text: str = ""
-    """Numbers beside the loss by name, and as a part of a printed line."""
+    """The same as a part of a printed line."""
 
 
 class MetricsSink:
