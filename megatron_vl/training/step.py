@@ -329,7 +329,7 @@ def reduce_losses(
 
 
 def split_sums(sums: Tensor) -> tuple[float, int, dict[str, float], str]:
-    """(Loss sum, loss tokens, numbers of multi-token prediction by name, the same as text) of whole batches."""
+    """(Loss sum, loss tokens, and of multi-token prediction the numbers by name and as text)."""
     loss_sum, loss_tokens, *of_targets = sums.tolist()
     return loss_sum, int(loss_tokens), *(mtp_metrics(*of_targets) if of_targets else ({}, ""))
 
