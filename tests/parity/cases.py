@@ -265,7 +265,10 @@ CASES = {
     ranks: [
         *PLAIN_CASES.get(ranks, []),
         *HYBRID.get(ranks, []),
-        *({"cp": 2} | entry | {"seq_len": EDGE_TOKENS} for entry in CONTEXT.get(ranks, [])),
+        *(
+            {"cp": 2} | entry | ({} if entry["steps"] is MANY else {"seq_len": EDGE_TOKENS})
+            for entry in CONTEXT.get(ranks, [])
+        ),
         *(entry | {"decoupled": True} for entry in DECOUPLED.get(ranks, [])),
     ]
     for ranks in (1, 2, 4, 8)
