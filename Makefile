@@ -26,7 +26,7 @@ RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fiel
           data/test_tokenizer_file.py data/test_assemble.py data/test_chat.py data/test_pixels.py data/test_loader.py \
           data/test_qwen3_5_prompts.py data/test_chat_end.py toolkit/test_hf_videos.py toolkit/test_generate.py \
           toolkit/test_parity.py toolkit/test_evaluate.py weights/test_trained_media.py estimate/test_flops.py)
-FOREIGN := not of_our_modules and not multi_token_prediction_equals
+EXCEPT_OWN := not of_our_modules and not multi_token_prediction_equals
 
 # The tests with the mark `eval`: collecting all others would take longer than they do.
 EVAL := $(addprefix tests/, toolkit/test_evaluate.py security/test_evaluate.py)
@@ -69,7 +69,7 @@ test-eval: $(VENV)/.ready-eval ## the tests of `megatron-vl evaluate`, which nee
 
 test-transformers: $(NEWEST) ## the tests of transformers' rules, with its newest version
 	PYTHONPATH=$(abspath $<) $(BIN)/python -c "import transformers as t; assert '$<' in t.__file__, t.__file__"
-	PYTHONPATH=$(abspath $<) $(PYTEST) $(SPREAD) $(RULES) -k '$(FOREIGN)' $(ARGS)
+	PYTHONPATH=$(abspath $<) $(PYTEST) $(SPREAD) $(RULES) -k '$(EXCEPT_OWN)' $(ARGS)
 
 # Beside the environment, which keeps its own; tokenizers and huggingface_hub of constraints.txt suit both.
 $(NEWEST): $(READY)

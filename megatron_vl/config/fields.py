@@ -464,10 +464,11 @@ class TrainConfig:
     seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the random initial weights."""
 
-    def trains_part(self, part: str) -> bool:
-        """Whether the run trains anything in ``part``: language, vision or merger. The layer of multi-token
-        prediction counts as language, and is trained beside a frozen model too."""
-        return not getattr(self.model, f"freeze_{part}") or part == "language" and bool(self.mtp.loss)
+    def trains_part(self, model_part: str) -> bool:
+        """Whether the run trains anything in ``model_part``: language, vision or merger. The layer of
+        multi-token prediction counts as language, and is trained beside a frozen model too."""
+        is_frozen = getattr(self.model, f"freeze_{model_part}")
+        return not is_frozen or model_part == "language" and bool(self.mtp.loss)
 
     @property
     def decay_steps(self) -> int:

@@ -2,7 +2,8 @@
 
 Core asks ``torch.cuda`` for devices, streams and RNG states, creates tensors with ``device="cuda"`` and
 compares type strings with ``torch.cuda.FloatTensor``. This module redirects all of these to the CPU. It
-replaces functions of ``torch.cuda``, and a :class:`TorchFunctionMode` handles factories and tensor methods.
+replaces functions of ``torch.cuda``, and a :class:`TorchFunctionMode` handles factories and tensor methods,
+outside of a model's passes.
 It is not loaded on CUDA.
 """
 

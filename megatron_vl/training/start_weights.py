@@ -43,7 +43,7 @@ def open_added_weights(config: TrainConfig, source_checkpoint: SavedCheckpoint |
     if not config.mtp.loss or is_random or not path or _hold_mtp(path):
         return None
     weights = HfCheckpoint(config.model.hf, has_mtp=True)
-    infos = weights.tensor_infos.items()
+    infos = weights.tensor_infos.items()  # what is loaded of the folder
     weights.tensor_infos = {name: info for name, info in infos if name.startswith(MTP_PREFIX)}
     return weights
 
@@ -77,9 +77,11 @@ def hf_digests(
     config: TrainConfig, source_checkpoint: SavedCheckpoint | None, reads_start_weights: bool
 ) -> dict[str, str]:
     """Digests of what a run reads of the weights in ``model.hf``. No file there holds their hashes."""
-    digests, hf_weights = {}, open_added_weights(config, source_checkpoint)
+    digests: dict[str, str] = {}
+    hf_weights: CanonicalWeights | None = open_added_weights(config, source_checkpoint)
     if reads_start_weights and not config.model.checkpoint:
-        hf_weights = HfCheckpoint(config.model.hf, has_mtp=bool(config.mtp.loss))
+        hf_weights = open_start_weights(config)
+        assert hf_weights is not None
         digests[hf_weights_name(config)] = model_digest(hf_weights)
     if hf_weights is not None and config.mtp.loss:
         digests[f"{config.model.hf} (multi-token prediction)"] = model_digest(hf_weights, of_mtp=True)

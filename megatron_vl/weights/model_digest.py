@@ -84,8 +84,8 @@ def _sampled_values(source: CanonicalWeights, tensor_name: str, tensor_info: Ten
     if tensor_info.num_experts or num_rows * num_cols > SMALL_ELEMENTS:
         yield from (source.read_region(tensor_name, region) for region in _sampled_regions(tensor_info))
     else:
-        rows = _spread(num_rows, min(num_rows, DIGEST_ROWS))
-        yield source.read_region(tensor_name, MatrixRegion(0, num_rows, 0, num_cols))[rows]
+        whole = source.read_region(tensor_name, MatrixRegion(0, num_rows, 0, num_cols))
+        yield whole[[region.row for region in _sampled_regions(tensor_info)]]
 
 
 def _sampled_regions(tensor_info: TensorInfo) -> Iterator[MatrixRegion]:

@@ -62,8 +62,7 @@ after four steps, in ``transformers`` alone. With this seed, that is 1.4e-4 (wit
 
 
 def case(name: str, family: str = Q25, steps: list[Any] | None = None, **layout: Any) -> dict[str, Any]:
-    defaults = {"tied": False, "steps": steps or [MIXED_ROWS], "seq_len": 256}
-    return {"name": name, "family": family, **defaults, **layout}
+    return {"name": name, "family": family, "tied": False, "steps": steps or [MIXED_ROWS], **layout}
 
 
 QUICK: set[str] = set()
@@ -265,10 +264,7 @@ CASES = {
     ranks: [
         *PLAIN_CASES.get(ranks, []),
         *HYBRID.get(ranks, []),
-        *(
-            {"cp": 2} | entry | ({} if entry["steps"] is MANY else {"seq_len": EDGE_TOKENS})
-            for entry in CONTEXT.get(ranks, [])
-        ),
+        *({"cp": 2, "seq_len": EDGE_TOKENS} | entry for entry in CONTEXT.get(ranks, [])),
         *(entry | {"decoupled": True} for entry in DECOUPLED.get(ranks, [])),
     ]
     for ranks in (1, 2, 4, 8)
