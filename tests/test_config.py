@@ -142,7 +142,6 @@ WSD = "--optimizer.schedule wsd --optimizer.warmup_steps 8"
 IMPOSSIBLE = [
     (f"--steps 10 {WSD} --optimizer.decay_steps 3", 1, "decay_steps 3 and 8 steps of warm-up"),
     ("--steps 10 --optimizer.decay_steps 3", 1, "decay_steps 3 needs optimizer.schedule wsd"),
-    ("--fp8.recipe tensorwise --fp8.vision true --vision.placement decoupled", 1, "placement first_stage"),
     ("--parallel.tp 3", 4, "do not divide the world size 4; start a multiple of 3 processes"),
     ("--global_batch_size 3", 2, r"the data-parallel size 2 \(2 ranks / \(tp 1 x pp 1\)\); take 2 or 4$"),
     ("--parallel.vpp 2", 1, "parallel.vpp 2 needs pp of at least 2"),

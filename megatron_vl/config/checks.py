@@ -178,11 +178,6 @@ def check_fp8(config: TrainConfig, on_cpu: bool) -> None:
 
 def _check_model_parts(config: TrainConfig) -> None:
     recompute, model = config.recompute, config.model
-    _refuse_if(
-        config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none",
-        "fp8.vision needs vision.placement first_stage: with decoupled, ranks run the tower a different"
-        " number of times in a step. Set fp8.vision to false",
-    )
     keeps_cut_experts = "experts" in recompute.keep and config.parallel.etp > 1
     _refuse_if(
         recompute.keep and (recompute.language != "full" or config.fp8.recipe != "none") or keeps_cut_experts,

@@ -225,7 +225,8 @@ class Fp8Config:
     """How tensors are scaled: tensorwise (by their current maximum), delayed (by earlier maxima, which is the
     fastest) or blockwise (blocks of 128 elements). none: no FP8."""
     vision: bool = False
-    """Use FP8 in the vision tower too, which is faster. Off: in the language model only."""
+    """Use FP8 in the vision tower too, with a scale for each patch whatever the recipe. Off: in the language
+    model only."""
 
 
 @dataclass(frozen=True)

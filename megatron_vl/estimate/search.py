@@ -117,9 +117,8 @@ def _size_groups(request: SearchRequest) -> list[RunPrediction]:
         config = dataclasses.replace(run, parallel=parallel)
         try:
             dp = check_sizes(config, request.world_size)
-            # On one rank, there is nothing to share; FP8 needs the tower on the first stage.
-            shares_tower = parallel.replica_ranks > 1 and not config.fp8.vision
-            for vision in visions if shares_tower else visions[:1]:
+            # On one rank, there is nothing to share.
+            for vision in visions if parallel.replica_ranks > 1 else visions[:1]:
                 placed = dataclasses.replace(config, vision=vision)
                 flops = executed_flops(placed, spec, rows)
                 layout = planned_layout(placed, spec)

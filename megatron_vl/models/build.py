@@ -164,6 +164,7 @@ class _ModelBuilder:
             ),
             is_frozen=config.model.freeze_vision,
             fused_windows=has_window_kernel and config.model.attention == "auto",
+            fp8_rows=config.fp8.vision and config.fp8.recipe != "none",
             recompute_activation=config.recompute.vision == "activation",
         )
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megatron_vl.models.attention import PackedAttention
 from megatron_vl.models.fused_layers import (
+    Fp8Rows,
     FusedMLP,
     ResidualNorm,
     TowerSelfAttention,
@@ -120,12 +121,25 @@ def make_norm(platform: Platform, config: TransformerConfig, hidden_size: int) -
     return local_norm_class(config)(config=config, hidden_size=hidden_size, eps=config.layernorm_epsilon)
 
 
-def linear_classes(platform: Platform) -> tuple[Any, Any]:
-    """The column-parallel and row-parallel linear classes, with core's constructor."""
+def linear_classes(platform: Platform, *, fp8_rows: bool = False) -> tuple[Any, Any]:
+    """The column-parallel and row-parallel linear classes, with core's constructor.
+
+    Args:
+        fp8_rows: whether their products are in FP8 with a scale for each row (CUDA, no sequence parallelism).
+    """
     if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
-        return TEColumnParallelLinear, TERowParallelLinear
+        if not fp8_rows:
+            return TEColumnParallelLinear, TERowParallelLinear
+
+        class ColumnLinear(Fp8Rows, TEColumnParallelLinear):
+            pass
+
+        class RowLinear(Fp8Rows, TERowParallelLinear):
+            pass
+
+        return ColumnLinear, RowLinear
     return ColumnParallelLinear, RowParallelLinear
 
 
@@ -159,8 +173,8 @@ class _LayerModules(NamedTuple):
     add_mlp: Any
 
 
-def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModules:
-    column_linear, row_linear = linear_classes(platform)
+def _layer_modules(platform: Platform, config: TransformerConfig, fp8_rows: bool) -> _LayerModules:
+    column_linear, row_linear = linear_classes(platform, fp8_rows=fp8_rows)
     if not platform.has_transformer_engine:
         norm_class = local_norm_class(config)
         head_norm = norm_class if config.qk_layernorm else None
@@ -202,6 +216,7 @@ def transformer_block_spec(
     is_windowed_layer: Callable[[int], bool] = lambda layer: False,
     num_deepstack_levels: int = 0,
     fused_windows: bool = False,
+    fp8_rows: bool = False,
     recompute_activation: bool = False,
     layers_with_experts: Sequence[bool] = (),
     layers_with_linear_attention: Sequence[bool] = (),
@@ -214,10 +229,11 @@ def transformer_block_spec(
         attention_backend: a result of :func:`megatron_vl.models.attention.choose_backend`.
         is_windowed_layer: says whether a zero-based global layer attends within windows.
         fused_windows: whether window layers use the fused kernel (CUDA).
+        fp8_rows: see :func:`linear_classes`.
         layers_with_experts, layers_with_linear_attention: for each layer of this block, whether it has
             experts instead of an MLP, and linear attention; empty if no layer has.
     """
-    layer_modules = _layer_modules(platform, config)
+    layer_modules = _layer_modules(platform, config, fp8_rows)
     core_attention = partial(
         PackedAttention,
         backend=attention_backend,

@@ -136,7 +136,6 @@ def vision_config(
         sequence_parallel=False,
         pipeline_model_parallel_size=1,
         **_recompute_settings(platform, config.recompute.vision, []),
-        **(_fp8_settings(platform, config) if config.fp8.vision else {}),
         **_common_settings(platform, spec, layout, config),
     )
 

@@ -145,7 +145,7 @@ class VisionTower(nn.Module):
     """Computes merged features from the patches of a whole row.
 
     Args:
-        attention_backend, fused_windows, recompute_activation: see
+        attention_backend, fused_windows, fp8_rows, recompute_activation: see
             :func:`megatron_vl.models.layer_specs.transformer_block_spec`.
         is_frozen: whether the layers, the patch embedding and the position table get no gradients. The
             mergers still get them.
@@ -163,15 +163,15 @@ class VisionTower(nn.Module):
         attention_backend: str,
         is_frozen: bool = False,
         fused_windows: bool = False,
+        fp8_rows: bool = False,
         recompute_activation: bool = False,
     ) -> None:
         super().__init__()
         self.vision_spec, self.is_frozen = vision_spec, is_frozen
         self.kernels_apply_rope = fused_windows or attention_backend == "triton"
-        # Products in FP8 need whole tiles of patches. Segments of zeros fill the last tile and are removed at
-        # the end. Blockwise scaling needs 128. The other recipes would run with 16, but Transformer Engine
-        # casts and transposes at half the speed unless tiles of 128 by 128 fill the tensor.
-        self.patch_multiple = 128 if config.fp8 else 1
+        # The weight gradient in FP8 takes a multiple of 16 patches, and its operands are transposed in tiles of
+        # 128. Segments of zeros fill the last tile and are removed at the end.
+        self.patch_multiple = 128 if fp8_rows else 1
 
         self.patch_embed = PatchEmbed(vision_spec, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
@@ -193,6 +193,7 @@ class VisionTower(nn.Module):
             causal=False,
             is_windowed_layer=lambda layer: not vision_spec.is_full_attention(layer),
             fused_windows=fused_windows,
+            fp8_rows=fp8_rows,
             recompute_activation=recompute_activation,
         )
         self.decoder = TransformerBlock(

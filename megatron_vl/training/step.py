@@ -103,14 +103,10 @@ def wrap_in_ddp(
         ReplicaDDP(core_config, ddp_config, chunk, disable_bucketing=i > 0)
         for i, chunk in enumerate(model_chunks)
     ]
-    # Delayed scaling reduces the amax of all layers over all ranks, so every rank must run all layers in
-    # every row.
-    tower_can_be_skipped = not (config.fp8.recipe == "delayed" and config.fp8.vision)
     for chunk in ddp_chunks:
         fuse_vocabulary_gradients(chunk.module.language_model)
         notify_ddp_directly(chunk)
-        if tower_can_be_skipped:
-            connect_absent_tower(chunk)
+        connect_absent_tower(chunk)
 
     decoupled_tower = model_chunks[0].decoupled
     if decoupled_tower is not None:
