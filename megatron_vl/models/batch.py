@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardRoute
@@ -50,23 +49,6 @@ class Segments:
     def varlen_arguments(self) -> tuple[Tensor, Tensor, int, int]:
         """cu_seqlens of queries and keys, and the longest sequence of each, in FlashAttention's order."""
         return self.cu_seqlens, self.keys.cu_seqlens, self.max_seqlen, self.keys.max_seqlen
-
-    def with_padding_segments(self, total_length: int, padding_length: int) -> Segments:
-        """A copy with segments of padding at the end, none longer than the longest of the others.
-
-        So a kernel whose tiles depend on ``max_seqlen`` keeps them.
-        """
-        length = max(self.max_seqlen, 1)
-        first_end = total_length - padding_length + length
-        padding_ends = torch.arange(
-            first_end,
-            max(first_end, total_length),
-            length,
-            dtype=self.cu_seqlens.dtype,
-            device=self.cu_seqlens.device,
-        )
-        bounds = torch.cat((self.cu_seqlens, padding_ends))
-        return Segments(F.pad(bounds, (0, 1), value=total_length), length)
 
 
 @dataclass

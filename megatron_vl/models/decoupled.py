@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_vl.config import CALLS_WITHOUT_ACTIVATIONS, VisionConfig
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
+from megatron_vl.models.fp8_linear import renew_fp8_weights
 from megatron_vl.models.frame_shares import Array, TowerFrames, split_by_cost
 from megatron_vl.models.vision_language import TowerEverywhere
 from megatron_vl.parallel.ddp import ReplicaDDP
@@ -150,6 +151,7 @@ class DecoupledTower:
         Collective over the replica.
         """
         step_vision = step_rows[0].step_vision
+        renew_fp8_weights(self.module)
         if is_training and self.ddp is not None:
             self.ddp.zero_grad_buffer()
         if step_vision is None:

@@ -2,7 +2,6 @@
 
 * :class:`TowerSelfAttention`: runs a tower layer's attention and RoPE, between ``linear_qkv`` and
   ``linear_proj``, in our kernels.
-* :class:`Fp8Rows`: computes a linear's products in FP8, with a scale for each row.
 * :class:`FusedMLP`: runs the bias of ``linear_fc1`` and the activation as one kernel. It can recompute the
   activation in the backward pass instead of keeping it.
 * :class:`ResidualNorm`: a norm whose kernels also form the sum before it and add the gradient of the residual
@@ -17,10 +16,6 @@ from typing import Any
 
 import torch
 from megatron.core.activations import quick_gelu
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -88,37 +83,6 @@ class TowerSelfAttention(SelfAttention):
         if self.core_attention.backend == "triton":
             return lambda qkv: tower_attention(qkv, cos, sin, cu_seqlens, head_dim)
         return None
-
-
-class Fp8Rows:
-    """Before a linear of Transformer Engine among base classes: its parameters, and our products in FP8."""
-
-    weight: Tensor
-    bias: Tensor
-    use_bias: bool
-    te_return_bias: bool
-    tp_size: int
-    parallel_mode: str
-    fuse_wgrad_accumulation: bool
-    _tp_group: torch.distributed.ProcessGroup
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[P, 1, in] -> ([P, 1, out], bias to add or None)"""
-        from megatron_vl.kernels.layers.fp8_linear import fp8_linear
-
-        is_row = self.parallel_mode == "row"
-        if self.tp_size > 1 and not is_row:
-            x = copy_to_tensor_model_parallel_region(x, self._tp_group)
-        bias = self.bias if self.use_bias else None
-        added_bias = None if self.te_return_bias or is_row else bias
-        output = fp8_linear(
-            x.flatten(0, 1), self.weight, added_bias, adds_to_main_grad=self.fuse_wgrad_accumulation
-        )[:, None]
-        if self.tp_size > 1 and is_row:
-            output = reduce_from_tensor_model_parallel_region(output, self._tp_group)
-        if self.te_return_bias:
-            return output, bias
-        return (output if bias is None or added_bias is not None else output + bias), None
 
 
 class FusedMLP(MLP):

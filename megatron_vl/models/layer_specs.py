@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from megatron_vl.models.attention import PackedAttention
+from megatron_vl.models.fp8_linear import Fp8Rows
 from megatron_vl.models.fused_layers import (
-    Fp8Rows,
     FusedMLP,
     ResidualNorm,
     TowerSelfAttention,
@@ -125,7 +125,7 @@ def linear_classes(platform: Platform, *, fp8_rows: bool = False) -> tuple[Any, 
     """The column-parallel and row-parallel linear classes, with core's constructor.
 
     Args:
-        fp8_rows: whether their products are in FP8 with a scale for each row (CUDA, no sequence parallelism).
+        fp8_rows: whether their products are in FP8 with a scale for each row (CUDA; no sequence parallelism).
     """
     if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear

@@ -169,9 +169,6 @@ class VisionTower(nn.Module):
         super().__init__()
         self.vision_spec, self.is_frozen = vision_spec, is_frozen
         self.kernels_apply_rope = fused_windows or attention_backend == "triton"
-        # The weight gradient in FP8 takes a multiple of 16 patches, and its operands are transposed in tiles of
-        # 128. Segments of zeros fill the last tile and are removed at the end.
-        self.patch_multiple = 128 if fp8_rows else 1
 
         self.patch_embed = PatchEmbed(vision_spec, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
@@ -222,18 +219,7 @@ class VisionTower(nn.Module):
                 # gradient.
                 hidden_states.requires_grad_()
 
-            # More segments pad the patches for FP8. Patches attend only within segments, so they change no
-            # other patch.
             rotary_angles = vision_rope_angles(vision_input.position_hw, self.vision_spec.head_dim)
-            full_segments, window_segments = vision_input.full_segments, vision_input.window_segments
-            if self.patch_multiple > 1:
-                num_padding_patches = -hidden_states.shape[0] % self.patch_multiple
-                hidden_states = F.pad(hidden_states, (0, 0, 0, num_padding_patches))
-                rotary_angles = F.pad(rotary_angles, (0, 0, 0, 0, 0, 0, 0, num_padding_patches))
-                num_patches = hidden_states.shape[0]
-                full_segments = full_segments.with_padding_segments(num_patches, num_padding_patches)
-                window_segments = window_segments.with_padding_segments(num_patches, num_padding_patches)
-
             # Our attention kernels rotate queries and keys while they read them. The second half of a head's
             # angles repeats the first, so they need only the first.
             cos_sin = None
@@ -246,7 +232,9 @@ class VisionTower(nn.Module):
                 attention_mask=None,
                 rotary_pos_emb=rotary_angles,
                 packed_seq_params=PackedRow(
-                    full_segments=full_segments, window_segments=window_segments, cos_sin=cos_sin
+                    full_segments=vision_input.full_segments,
+                    window_segments=vision_input.window_segments,
+                    cos_sin=cos_sin,
                 ),
                 extract_layer_indices=set(self.vision_spec.deepstack_layers),
             )
@@ -255,8 +243,7 @@ class VisionTower(nn.Module):
         last_states, inner_states = hidden_states if self.deepstack_mergers else (hidden_states, [])
 
         # The mergers are trained even if the layers are frozen, so they run outside of ``set_grad_enabled``.
-        num_real_patches = vision_input.position_hw.shape[0]
         deepstack_features = []
         for merger, layer_states in zip(self.deepstack_mergers, inner_states, strict=True):
-            deepstack_features.append(merger(layer_states[:num_real_patches]).squeeze(1))
-        return [self.merger(last_states[:num_real_patches]).squeeze(1), *deepstack_features]
+            deepstack_features.append(merger(layer_states).squeeze(1))
+        return [self.merger(last_states).squeeze(1), *deepstack_features]
