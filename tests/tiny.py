@@ -13,7 +13,24 @@ from torch import Tensor
 
 from toolkit.common.tiny_checkpoint import TINY_FAMILIES, TinySizes, write_tiny_checkpoint
 
-__all__ = ["TINY_FAMILIES", "TinySizes", "replace_tensor", "tiny_checkpoint", "write_tiny_checkpoint"]
+__all__ = [
+    "SHORT_TOWER",
+    "TINY_FAMILIES",
+    "TWO_LAYERS",
+    "TinySizes",
+    "replace_tensor",
+    "tiny_checkpoint",
+    "write_tiny_checkpoint",
+]
+
+SHORT_TOWER: dict[str, Any] = {
+    "vision_layers": 2,
+    "full_attention_layers": (1,),
+    "deepstack_layers": (0, 1),
+}
+"""Sizes of a model whose tower has one layer of each kind, or two of its only kind."""
+TWO_LAYERS = SHORT_TOWER | {"layers": 2, "full_attention_layers_of": 2}
+"""The same for tower and decoder."""
 
 
 @cache

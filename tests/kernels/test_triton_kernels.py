@@ -24,6 +24,7 @@ from tests.kernels.compiled_kernels import SHARED_MEMORY
 from tests.kernels.triton_checks import fix_interpreter, torch_only
 from tests.support.ranks import call, run_module
 from tests.support.tiny_trainer import differences, tiny_trainer
+from tests.tiny import TWO_LAYERS
 from toolkit.parity.random_samples import make_sample
 
 pytestmark = pytest.mark.ranks
@@ -105,15 +106,8 @@ def test_kernels_have_room_on_every_gpu(capability: int) -> None:
     assert {name: size for name, size in shared.items() if size > SHARED_MEMORY[capability]} == {}
 
 
-TWO_LAYERS = {
-    "layers": 2,
-    "vision_layers": 2,
-    "vision_heads": 2,
-    "full_attention_layers": (1,),
-    "deepstack_layers": (0, 1),
-    "full_attention_layers_of": 2,
-}
-"""Interpreted kernels take most of the time; these layers have one of each kind. Vision heads are 40 wide."""
+SIZES = TWO_LAYERS | {"vision_heads": 2}
+"""Interpreted kernels take most of the time. Vision heads are 40 wide."""
 SMALL_IMAGE = ("without_loss", 48)
 """A sample with an image of 24 patches, and the length of its row."""
 FULL = {"language": "full", "vision": "full"}
@@ -135,7 +129,7 @@ def test_fused_layers_train_as_plain_ones(
 ) -> None:
     """In fp32: norms of both kinds and zero-centred ones, all activations of towers, attention with and
     without windows, DeepStack, experts, linear attention."""
-    hf = str(tiny_checkpoint(family, **TWO_LAYERS))
+    hf = str(tiny_checkpoint(family, **SIZES))
     kind, seq_len = sample
     variables = {"hf": hf, "kind": kind, "seq_len": seq_len, "recompute": recompute}
     call(check_fused_layers, environment=INTERPRETED, **variables)

@@ -17,7 +17,7 @@ from megatron_vl.training.step import run_schedule
 from tests.models.mtp_reference import run_case, write_reference
 from tests.support.ranks import call, in_ranks
 from tests.support.tiny_trainer import differences, join, run_passes, trainer_of
-from tests.tiny import tiny_checkpoint
+from tests.tiny import TWO_LAYERS, tiny_checkpoint
 from toolkit.parity.case import ParityCase, draw_samples, pack_step
 
 KINDS = [["image", "short_text"], ["mixed", "word"], ["text", "text"], ["without_loss", "video"]]
@@ -25,14 +25,17 @@ KINDS = [["image", "short_text"], ["mixed", "word"], ["text", "text"], ["without
 SEQ_LEN = 256
 FACTOR = 0.3
 DENSE, EXPERTS = "qwen3_5", "qwen3_5_moe"
+TIED, DEEP = "tied", "deep"
+"""Words after a family: with tied embeddings, with a decoder layer for each of four chunks."""
 SP = {"tp": 2, "sequence_parallel": True}
 FULL = {"recompute": {"language": "full", "vision": "full"}}
 SELECTIVE = {"recompute": {"language": "selective", "language_modules": ["core_attn", "mlp"]}}
 
 
 def folder_of(family: str) -> Path:
-    family, _, tied = family.partition(" ")
-    return tiny_checkpoint(family, dtype=torch.float32, tied=bool(tied))
+    family, *words = family.split()
+    sizes = TWO_LAYERS | {"layers": 4 if DEEP in words else 2}
+    return tiny_checkpoint(family, dtype=torch.float32, tied=TIED in words, **sizes)
 
 
 @functools.cache
@@ -55,17 +58,21 @@ def check_layout(case: ParityCase) -> None:
         (DENSE, 2, {"tp": 2}, "all"),
         (EXPERTS, 2, SP | {"ep": 2}, "all"),
         pytest.param(EXPERTS, 2, SP | {"etp": 2}, "head", marks=pytest.mark.full),
-        (DENSE + " tied", 2, {"pp": 2} | FULL, "all"),
-        (EXPERTS, 2, {"pp": 2, "vpp": 2}, "all"),
+        (f"{DENSE} {TIED}", 2, {"pp": 2} | FULL, "all"),
+        (f"{EXPERTS} {DEEP}", 2, {"pp": 2, "vpp": 2}, "all"),
         (DENSE, 2, {"decoupled": True, "overlap": True}, "all"),
         (DENSE, 4, SP | {"cp": 2} | FULL, "all"),
         pytest.param(EXPERTS, 4, {"cp": 2, "pp": 2, "ep": 2}, "all", marks=pytest.mark.full),
         (DENSE, 2, SP | {"lora": {"rank": 4}}, "head"),
         pytest.param(DENSE, 2, {"cp": 2, "lora": {"rank": 4}} | FULL, "all", marks=pytest.mark.full),
-        pytest.param(DENSE, 2, {"pp": 2, "vpp": 2, "decoupled": True}, "all", marks=pytest.mark.full),
+        pytest.param(
+            f"{DENSE} {DEEP}", 2, {"pp": 2, "vpp": 2, "decoupled": True}, "all", marks=pytest.mark.full
+        ),
         pytest.param(DENSE, 2, {"cp": 2, "decoupled": True} | SELECTIVE, "all", marks=pytest.mark.full),
         pytest.param(EXPERTS, 2, {"cp": 2, "ep": 2, "overlap": True}, "head", marks=pytest.mark.full),
-        pytest.param(EXPERTS, 4, SP | {"pp": 2, "vpp": 2} | SELECTIVE, "all", marks=pytest.mark.full),
+        pytest.param(
+            f"{EXPERTS} {DEEP}", 4, SP | {"pp": 2, "vpp": 2} | SELECTIVE, "all", marks=pytest.mark.full
+        ),
     ],
 )
 def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, Any], trains: str) -> None:
@@ -77,7 +84,7 @@ def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [(DENSE + " tied", SP), pytest.param(EXPERTS, {"ep": 2}, marks=pytest.mark.full)]
+    ("family", "layout"), [(f"{DENSE} {TIED}", SP), pytest.param(EXPERTS, {"ep": 2}, marks=pytest.mark.full)]
 )
 @in_ranks(2)
 def test_head_gives_the_model_no_gradient(family: str, layout: dict[str, Any]) -> None:

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from tests.support.tiny_run import prepare
+from tests.tiny import SHORT_TOWER
 
 
 @pytest.fixture(scope="session")
 def shared_files(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, Path]:
     """A tied model, its weights in a layout that no run has, and a small data set of images and text."""
     folder = tmp_path_factory.mktemp("shared") / "files"
-    return prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), val_fraction=0.25)
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32, **SHORT_TOWER)
+    return prepare(folder, hf, val_fraction=0.25)
 
 
 @pytest.fixture(scope="module")

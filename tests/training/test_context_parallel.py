@@ -25,7 +25,7 @@ from tests.parity.cases import THREE_HEADS
 from tests.support.ranks import in_ranks
 from tests.support.tiny_trainer import differences, load, save, trainer_of
 from tests.support.tiny_trainer import train as train_steps
-from tests.tiny import tiny_checkpoint
+from tests.tiny import TWO_LAYERS, tiny_checkpoint
 from toolkit.parity.case import draw_samples, pack_step
 
 ROWS = [["image", "image"], ["mixed"], ["text", "short_text"], ["video", "text"]]
@@ -73,9 +73,9 @@ def check_moves(hf: Path, folder: Path, layouts: dict[str, dict[str, Any]], **fi
     return first
 
 
-@pytest.mark.parametrize("family", ["qwen3_5"])
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3_5", TWO_LAYERS)], ids=["qwen3_5"])
 @in_ranks(4)
-def test_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, tmp_path: Path) -> None:
+def test_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, sizes: dict, tmp_path: Path) -> None:
     """Weights, master weights, moments and step counts, from DP4 through context parallelism and back."""
     check_moves(hf, tmp_path, MOVES)
 

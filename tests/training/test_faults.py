@@ -24,7 +24,7 @@ from toolkit.checkpoint.contents import verify_checkpoint
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 12
+STEPS = 10
 TIMEOUT_S = 8
 """``failures.timeout_s`` of these runs: no step of theirs takes as long."""
 DEAD_S, HANG_S = 20, TIMEOUT_S + 20
@@ -39,7 +39,8 @@ def slow_run(prepared: dict[str, Path]) -> Path:
     """A whole run, in which a save that training waits for takes longer than the timeout. It is no hang."""
     run = prepared["folder"] / "slow"
     run.mkdir()
-    words = ["slow_disk", 1, 1, "step", *options_of(prepared, run, *OPTIONS, steps=STEPS)]
+    words = options_of(prepared, run, *OPTIONS, "--data.num_workers", "0", steps=STEPS)
+    words = ["slow_disk", "1", "1", "step", *words]
     done = ranks.run_apart("tests.support.faulty_rank", words, 4, one_node=True)
     assert [rank.code for rank in done] == [0] * 4, "".join(rank.stderr for rank in done)
     return run

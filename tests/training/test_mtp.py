@@ -25,7 +25,7 @@ from tests.converters.helpers import stack_mtp_experts
 from tests.support.ranks import in_ranks
 from tests.support.tiny_run import metrics, options_of, prepare, trained, trainings
 from tests.support.tiny_trainer import differences, save, state_of, train, trainer_of
-from tests.tiny import tiny_checkpoint
+from tests.tiny import TWO_LAYERS, tiny_checkpoint
 from tests.training.test_context_parallel import check_moves
 
 MTP = {"mtp": {"loss": 0.5, "trains": "all"}}
@@ -40,7 +40,7 @@ def mtp_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    hf = tiny_checkpoint("qwen3_5", dtype=torch.float32, layers=4)
+    hf = tiny_checkpoint("qwen3_5", dtype=torch.float32, **TWO_LAYERS | {"layers": 4})
     return prepare(tmp_path_factory.mktemp("mtp"), hf, val_fraction=0.3)
 
 
@@ -150,7 +150,8 @@ def test_folder_comes_back_bit_for_bit_from_any_layout(size: str, tmp_path: Path
 @in_ranks(2)
 def test_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
     layouts = {"TP2 + SP": SP, "PP2": {"pp": 2}, "EP2": {"ep": 2}, "CP2": {"cp": 2}}
-    saved = check_moves(tiny_checkpoint("qwen3_5_moe", dtype=torch.float32), tmp_path, layouts, **MTP)
+    hf = tiny_checkpoint("qwen3_5_moe", dtype=torch.float32, **TWO_LAYERS)
+    saved = check_moves(hf, tmp_path, layouts, **MTP)
     assert dist.get_rank() or sum(name.startswith("mtp.") for name in saved) > 60
 
 
@@ -160,7 +161,8 @@ def test_head_leaves_updates_of_the_model_as_they_are(family: str, layout: dict[
     """Although gradients are clipped: each by its own norm. Ranks that share state sum it in other parts."""
     states = []
     for number, loss in enumerate((0.0, 2.0)):
-        trainer = trainer_of(tiny_checkpoint(family, dtype=torch.float32), 128, mtp={"loss": loss}, **layout)
+        hf = tiny_checkpoint(family, dtype=torch.float32, **TWO_LAYERS)
+        trainer = trainer_of(hf, 128, mtp={"loss": loss}, **layout)
         train(trainer, ROWS, range(2))
         states.append(save(trainer, tmp_path / str(number)))
     if dist.get_rank() == 0:  # it has read them
