@@ -55,7 +55,8 @@ class _Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             x_grad = row_scaled_product(quantize_rows(output_grad), ctx.fp8_weight.columns)
         if ctx.needs_input_grad[1] and ctx.adds_to_main_grad:
-            WeightGradientProducts.wgrad_gemm_accum_fp32(*ctx.saved_tensors, output_grad, weight.main_grad)
+            [x] = ctx.saved_tensors
+            WeightGradientProducts.wgrad_gemm_accum_fp32(x, output_grad, weight.main_grad)
             weight.grad_added_to_main_grad = True
             weight_grad = torch.empty_like(weight)  # for DDP's hook, which does not read it
         elif ctx.needs_input_grad[1]:
