@@ -23,14 +23,10 @@ __all__ = [
     "write_tiny_checkpoint",
 ]
 
-SHORT_TOWER: dict[str, Any] = {
-    "vision_layers": 2,
-    "full_attention_layers": (1,),
-    "deepstack_layers": (0, 1),
-}
-"""Sizes of a model whose tower has one layer of each kind, or two of its only kind."""
+SHORT_TOWER: dict[str, Any]
+SHORT_TOWER = {"vision_layers": 2, "full_attention_layers": (1,), "deepstack_layers": (0, 1)}
 TWO_LAYERS = SHORT_TOWER | {"layers": 2, "full_attention_layers_of": 2}
-"""The same for tower and decoder."""
+"""Sizes of a model whose tower, or tower and decoder, have one layer of each kind, or two of their only kind."""
 
 
 @cache

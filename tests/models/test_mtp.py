@@ -27,7 +27,8 @@ FACTOR = 0.3
 DENSE, EXPERTS = "qwen3_5", "qwen3_5_moe"
 TIED, DEEP = "tied", "deep"
 """Words after a family: with tied embeddings, with a decoder layer for each of four chunks."""
-SP = {"tp": 2, "sequence_parallel": True}
+EXPERTS_DEEP, DENSE_DEEP = f"{EXPERTS} {DEEP}", f"{DENSE} {DEEP}"
+SP, VPP = {"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}
 FULL = {"recompute": {"language": "full", "vision": "full"}}
 SELECTIVE = {"recompute": {"language": "selective", "language_modules": ["core_attn", "mlp"]}}
 
@@ -59,20 +60,16 @@ def check_layout(case: ParityCase) -> None:
         (EXPERTS, 2, SP | {"ep": 2}, "all"),
         pytest.param(EXPERTS, 2, SP | {"etp": 2}, "head", marks=pytest.mark.full),
         (f"{DENSE} {TIED}", 2, {"pp": 2} | FULL, "all"),
-        (f"{EXPERTS} {DEEP}", 2, {"pp": 2, "vpp": 2}, "all"),
+        (EXPERTS_DEEP, 2, VPP, "all"),
         (DENSE, 2, {"decoupled": True, "overlap": True}, "all"),
         (DENSE, 4, SP | {"cp": 2} | FULL, "all"),
         pytest.param(EXPERTS, 4, {"cp": 2, "pp": 2, "ep": 2}, "all", marks=pytest.mark.full),
         (DENSE, 2, SP | {"lora": {"rank": 4}}, "head"),
         pytest.param(DENSE, 2, {"cp": 2, "lora": {"rank": 4}} | FULL, "all", marks=pytest.mark.full),
-        pytest.param(
-            f"{DENSE} {DEEP}", 2, {"pp": 2, "vpp": 2, "decoupled": True}, "all", marks=pytest.mark.full
-        ),
+        pytest.param(DENSE_DEEP, 2, VPP | {"decoupled": True}, "all", marks=pytest.mark.full),
         pytest.param(DENSE, 2, {"cp": 2, "decoupled": True} | SELECTIVE, "all", marks=pytest.mark.full),
         pytest.param(EXPERTS, 2, {"cp": 2, "ep": 2, "overlap": True}, "head", marks=pytest.mark.full),
-        pytest.param(
-            f"{EXPERTS} {DEEP}", 4, SP | {"pp": 2, "vpp": 2} | SELECTIVE, "all", marks=pytest.mark.full
-        ),
+        pytest.param(EXPERTS_DEEP, 4, SP | VPP | SELECTIVE, "all", marks=pytest.mark.full),
     ],
 )
 def test_step_equals_the_reference(family: str, ranks: int, fields: dict[str, Any], trains: str) -> None:
