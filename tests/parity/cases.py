@@ -31,6 +31,7 @@ FULL = {"language": "full", "vision": "full"}
 SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
+TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS]
 FEW_TOWERS = [TEXT_ONE_RANK, TEXT_ALL, MIXED_ROWS]
 """With two data-parallel ranks, one, both and none skip the tower."""
 TWICE = [MIXED_ROWS] * 2
@@ -40,7 +41,7 @@ TP2_SP: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
 THREE_WAYS = TP2_SP | {"pp": 2, "vpp": 2, "overlap": True}
 EMPTY: dict[str, Any] = {"layers": [2, 0, 0, 2], "overlap": True}
 SMALL_BUCKETS: dict[str, Any] = {"overlap": True, "bucket_size": 10_000}
-TRAIN: dict[str, Any] = {"steps": SEVERAL, "train": True}
+TRAIN: dict[str, Any] = {"steps": TRAINING, "train": True}
 TRAINED: dict[str, Any] = {"tied": True, **TP2_SP, "pp": 2, "vpp": 2, **SMALL_BUCKETS}
 UNTIED = TRAINED | {"tied": False}
 PLAIN = {"distributed_optimizer": False}
