@@ -23,8 +23,7 @@ __all__ = [
     "write_tiny_checkpoint",
 ]
 
-SHORT_TOWER: dict[str, Any]
-SHORT_TOWER = {"vision_layers": 2, "full_attention_layers": (1,), "deepstack_layers": (0, 1)}
+SHORT_TOWER: dict[str, Any] = dict(vision_layers=2, full_attention_layers=(1,), deepstack_layers=(0, 1))
 TWO_LAYERS = SHORT_TOWER | {"layers": 2, "full_attention_layers_of": 2}
 """Sizes of a model whose tower (or also decoder) has one layer of each kind, or two of its only one."""
 

@@ -151,7 +151,6 @@ class DecoupledTower:
         Collective over the replica.
         """
         step_vision = step_rows[0].step_vision
-        renew_fp8_weights(self.module)
         if is_training and self.ddp is not None:
             self.ddp.zero_grad_buffer()
         if step_vision is None:
@@ -161,6 +160,7 @@ class DecoupledTower:
         keeps_activations = is_training and self.ddp is not None and self.module.vision_model.is_frozen
         step_features = self._empty_features(step_vision)
         if step_vision.has_images:
+            renew_fp8_weights(self.module)
             step_features = self.to_first(self.forward(step_vision, keeps_activations), step_vision)
 
         if self.on_first_stage:

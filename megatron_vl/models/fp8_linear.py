@@ -6,6 +6,7 @@ the weight is in bf16: its operands would have to be transposed, which takes mos
 """
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -15,6 +16,9 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron_vl.core_fixes.wgrad_fusion import WeightGradientProducts
+
+if TYPE_CHECKING:
+    from megatron_vl.kernels.layers.fp8_rows import ScaledRows
 
 
 class Fp8Weight:
@@ -27,8 +31,8 @@ class Fp8Weight:
         self.rows = quantize_rows(weight.detach())
 
     @cached_property
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """The weight transposed, with a scale for each input."""
+    def columns(self) -> "ScaledRows":
+        """The weight transposed, [in, out], with a scale for each input."""
         from megatron_vl.kernels.layers.fp8_rows import quantize_rows
 
         return quantize_rows(self.weight.detach().t().contiguous())
