@@ -8,7 +8,8 @@
   because the tower's kernels are so small then that launching them takes most of the time.
 * Before a module runs, it waits for the gathers of its parameters. The buckets of these gathers are looked up
   once per module, not once per parameter and call. A layer of Qwen3-VL-30B-A3B has 256 or more parameters on
-  a GPU, and checking each took a sixth of the host's time in a step.
+  a GPU, and checking each took a sixth of the host's time in a step. The hooks that wait are removed as soon
+  as a step has gathered all parameters: every later call of a module costs the host 12 us less.
 
 Reduced gradients stay sums over tokens: :func:`megatron_vl.training.optimizer.clip_and_update` divides them.
 """
@@ -28,6 +29,7 @@ class ReplicaDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._groups_by_module: dict[nn.Module, list[Any]] = {}
         self.on_bucket_ready: Callable[[], None] = lambda: None
         """Called in the last backward pass of a step whenever the gradients of a bucket are complete."""
 
@@ -50,33 +52,46 @@ class ReplicaDDP(DistributedDataParallel):
             group.register_grad_ready(parameter, self.force_all_reduce)
 
     def _make_forward_pre_hook(self) -> Callable[..., None]:
-        """Makes a hook with the effect of core's hook. Core calls this method once for each module."""
-        module_groups: list[Any] | None = None
+        """The hook of every module, with the effect of core's hook."""
+        return self._wait_for_parameters
 
-        def hook(module: nn.Module, *_: Any) -> None:
-            nonlocal module_groups
-            # Core does not say which module the hook is for, so its first call looks the groups up.
-            if module_groups is None:
-                group_by_param = self.param_to_bucket_group
-                module_groups = list(
-                    dict.fromkeys(
-                        group_by_param[p] for p in module.parameters(recurse=False) if p in group_by_param
-                    )
+    def _wait_for_parameters(self, module: nn.Module, *_: Any) -> None:
+        groups = self._groups_by_module.get(module)
+        if groups is None:
+            group_by_param = self.param_to_bucket_group
+            own_groups = [group_by_param[p] for p in module.parameters(recurse=False) if p in group_by_param]
+            groups = self._groups_by_module[module] = list(dict.fromkeys(own_groups))
+
+        for group in groups:
+            if not _is_gathered(group):
+                group.finish_param_sync(
+                    skip_next_bucket_dispatch=self.ddp_config.align_param_gather
+                    or self.overlap_param_gather_with_optimizer_step
                 )
+                if all(map(_is_gathered, self.bucket_groups + self.expert_parallel_bucket_groups)):
+                    self.disable_forward_pre_hook(param_sync=False)
 
-            for group in module_groups:
-                if group.param_gather_handle is not None or not group.param_gather_dispatched:
-                    group.finish_param_sync(
-                        skip_next_bucket_dispatch=self.ddp_config.align_param_gather
-                        or self.overlap_param_gather_with_optimizer_step
-                    )
+    def enable_forward_pre_hook(self) -> None:
+        if not self.remove_forward_pre_hook_handles:
+            super().enable_forward_pre_hook()
 
-        return hook
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        self.enable_forward_pre_hook()  # core expects every module to have its hook
+        super().disable_forward_pre_hook(param_sync)
+
+    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        super().finish_grad_sync(*args, **kwargs)
+        if self.use_forward_hook:
+            self.enable_forward_pre_hook()  # the update comes next: the passes after it gather again
 
     def zero_grad_buffer(self) -> None:
         super().zero_grad_buffer()
         for ordered_sync in self._ordered_syncs:
             ordered_sync.begin_step()
+
+
+def _is_gathered(group: Any) -> bool:
+    return group.param_gather_dispatched and group.param_gather_handle is None
 
 
 class _OrderedGradSync:

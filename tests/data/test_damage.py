@@ -35,6 +35,7 @@ from megatron_vl.data.source.bad_samples import BadSampleMeter
 from megatron_vl.data.source.dataset_description import LoaderError
 from megatron_vl.data.source.energon_datasets import open_sample_reader
 from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD
+from tests.support.ranks import in_ranks
 from tests.tiny import tiny_checkpoint
 
 from . import mixtures
@@ -309,7 +310,8 @@ def test_decoder_without_memory_is_not_damage(tmp_path, monkeypatch, kind, num_r
 
 @contextmanager
 def memory_limit(spare_bytes: int) -> Iterator[None]:
-    """Refuses this process more address space than this beyond what it has."""
+    """Refuses this process more address space than this beyond what it has, of which earlier tests would leave
+    large parts free: so run it in a process of its own."""
     gc.collect()  # else a collection would make room
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -320,6 +322,7 @@ def memory_limit(spare_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+@in_ranks()
 def test_reader_without_memory_is_not_damage(tmp_path):
     write(tmp_path / "media/a.jpg", encoded(56, 56, "jpeg") + bytes(64 << 20))
     asked = [{"from": "human", "value": "<image>"}, turns(1)[1]]
@@ -330,6 +333,7 @@ def test_reader_without_memory_is_not_damage(tmp_path):
 
 
 @pytest.mark.parametrize("decode", [decode_image, probe_video])
+@in_ranks()
 def test_large_medium_without_memory_is_not_damage(decode):
     """Pillow and FFmpeg say of most formats that the data are broken."""
     black = np.zeros((6144, 6144, 3), np.uint8)

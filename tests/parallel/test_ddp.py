@@ -24,26 +24,29 @@ class Several(torch.nn.Module):
 
 
 def gathers_of(ddp: Any) -> list[tuple[str, int]]:
-    """The order in which gathers start, and how many are pending as each module runs."""
+    """The order in which gathers start in two steps, and how many are pending as each module runs."""
     events: list[tuple[str, int]] = []
 
     def start(number: int, start_gather: Any, *args: Any, **kwargs: Any) -> Any:
         events.append(("start", number))
         return start_gather(*args, **kwargs)
 
-    def run(*_: Any) -> None:
+    def run(forward: Any, x: torch.Tensor) -> torch.Tensor:
         pending = sum(group.param_gather_handle is not None for group in ddp.bucket_groups)
         events.append(("run", pending))
+        return forward(x)
 
     for number, group in enumerate(ddp.bucket_groups):
         group.start_param_sync = partial(start, number, group.start_param_sync)
     for module in ddp.module:
-        module.register_forward_pre_hook(run)
+        module.forward = partial(run, module.forward)
     for _ in range(2):
-        for group in ddp.bucket_groups:
-            group.param_gather_dispatched = False
-        for _ in range(2):
-            ddp(torch.ones(2, 4))
+        with ddp.no_sync():
+            ddp(torch.ones(2, 4)).sum().backward()
+        assert isinstance(ddp, ReplicaDDP) != bool(ddp.remove_forward_pre_hook_handles)
+        ddp(torch.ones(2, 4)).sum().backward()
+        ddp.finish_grad_sync()
+        assert ddp.remove_forward_pre_hook_handles
     return events
 
 
