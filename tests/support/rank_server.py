@@ -1,8 +1,9 @@
 """Imports the training stack, which takes four seconds of processor time, once, and forks ranks.
 
 The server itself never uses the platform, a process group or a data set, so a fork of it is like a new
-process. It runs one pickled :class:`Job` after another from the socket and answers with an :class:`Outcome`.
-Like torchrun, it ends the other ranks when one fails.
+process. All test processes of a session share it. A fork of it serves each: it runs one pickled :class:`Job`
+after another from the socket and answers with an :class:`Outcome`. Like torchrun, it ends the other ranks
+when one fails.
 """
 
 import atexit
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -78,27 +80,47 @@ class Outcome:
     """By rank, in seconds of :func:`time.monotonic`."""
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, session: int) -> None:
+    """Serves whoever connects to the listening socket until the process ``session`` has ended."""
     gc.disable()  # a third of the time of these imports
     for name in PRELOADED:
         importlib.import_module(name)
 
-    # The first command line costs a fifth of a second: jsonargparse and its parser.
+    # What a rank would do once: the parser of a command line (0.1 s), and Pillow's formats (0.05 s).
+    from PIL import Image
+
     from megatron_vl.config import parse_config
 
     parse_config(["--model.hf", "none", "--data.path", "none", "--checkpoint.dir", "none"])
+    Image.init()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # the end of torch's libraries takes another 0.05 s
     assert threading.active_count() == 1, "a thread of the server would be missing in every rank"
     gc.collect()
     gc.freeze()  # pages that the ranks share stay shared
     gc.enable()
 
-    connection = Connection(descriptor)
-    while True:
-        try:
-            job = connection.recv()
-        except EOFError:
-            return
-        connection.send(_run(job, connection))
+    with socket.socket(fileno=descriptor) as listener:
+        listener.settimeout(1.0)
+        while os.path.exists(f"/proc/{session}"):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            try:
+                accepted, _ = listener.accept()
+            except TimeoutError:
+                continue
+            with accepted:
+                if os.fork() == 0:
+                    listener.close()
+                    accepted.setblocking(True)
+                    _serve(Connection(accepted.detach()))
+
+
+def _serve(connection: Connection) -> NoReturn:
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(_run(connection.recv(), connection))
+    os._exit(0)
 
 
 def _run(job: Job, connection: Connection) -> Outcome:
@@ -217,4 +239,4 @@ if __name__ == "__main__":
     # Use the importable name, so that the classes are those that the test process pickles.
     from tests.support.rank_server import main as serve
 
-    serve(socket.socket(fileno=int(sys.argv[1])).detach())
+    serve(int(sys.argv[1]), int(sys.argv[2]))

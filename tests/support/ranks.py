@@ -5,6 +5,7 @@ Tests of the start itself (signals, kills, the launcher, the demo) start new pro
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -32,6 +33,8 @@ FIRST_PORT, LAST_PORT, PORTS = 15_000, 31_000, 400
 """The ports of all test processes together, and the number of those that one process uses."""
 
 _jobs = count()
+_servers: list[subprocess.Popen[bytes]] = []
+"""Those that this process has started. They end with the session."""
 
 
 def python_path() -> str:
@@ -169,27 +172,40 @@ def _run(
 
 @cache
 def _server(triton_interpret: str) -> Connection:
-    """A connection to a new server, which ends with this process. Triton reads the variable at its import."""
-    ours, theirs = socket.socketpair()
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.rank_server", str(theirs.fileno())],
-        env={**os.environ, **variables},
-        cwd=REPOSITORY,
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-    )
-    theirs.close()
-    connection = Connection(ours.detach())
+    """A connection to the session's server, which the first process to ask for it starts. Triton reads the
+    variable at its import."""
+    session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    name = f"\0megatron_vl_tests_ranks_{session}_{triton_interpret}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        if _binds(listener, name):
+            listener.listen()
+            own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
+            words = [sys.executable, "-m", "tests.support.rank_server", str(listener.fileno()), str(session)]
+            options: dict[str, Any] = {"cwd": REPOSITORY, "stdin": subprocess.DEVNULL}
+            fds = [listener.fileno()]
+            _servers.append(subprocess.Popen(words, env={**os.environ, **own}, pass_fds=fds, **options))
 
-    def end() -> None:
-        connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        process.kill()
-
-    atexit.register(end)
+    while True:
+        client = socket.socket(socket.AF_UNIX)
+        try:
+            client.connect(name)
+            break
+        except ConnectionRefusedError:  # bound, and not yet listening
+            client.close()
+    connection = Connection(client.detach())
+    atexit.register(connection.close)
     return connection
+
+
+def _binds(listener: socket.socket, name: str) -> bool:
+    """Whether no other process had bound the name."""
+    try:
+        listener.bind(name)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return False
+        raise
+    return True
 
 
 def _free_port() -> int:
