@@ -102,7 +102,7 @@ def main(descriptor: int, session: int) -> None:
 
     with socket.socket(fileno=descriptor) as listener:
         listener.settimeout(1.0)
-        while os.path.exists(f"/proc/{session}"):
+        while _is_running(session):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, os.WNOHANG)
             try:
@@ -114,6 +114,12 @@ def main(descriptor: int, session: int) -> None:
                     listener.close()
                     accepted.setblocking(True)
                     _serve(Connection(accepted.detach()))
+
+
+def _is_running(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    return False
 
 
 def _serve(connection: Connection) -> NoReturn:
