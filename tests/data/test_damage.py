@@ -310,8 +310,7 @@ def test_decoder_without_memory_is_not_damage(tmp_path, monkeypatch, kind, num_r
 
 @contextmanager
 def memory_limit(spare_bytes: int) -> Iterator[None]:
-    """Refuses this process more address space than this beyond what it has. Use it in a process of its own:
-    earlier tests leave large parts free."""
+    """Refuses this process more address space, of which earlier tests would leave parts free."""
     gc.collect()  # else a collection would make room
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -124,6 +124,12 @@ BOXES = {
         "[ 9 0 0 , Ġ 5 0 0 ]",
     ),
 }
+
+
+def at_time(position: int, digits: str) -> Run:
+    return position, f"{END} < {digits} Ġseconds > {BEGIN}".split()
+
+
 # By what says the time: nothing, the positions (two a second) or the text.
 GOLDEN: dict[str, list[list[Run]]] = {
     "": [
@@ -136,28 +142,12 @@ GOLDEN: dict[str, list[list[Run]]] = {
         talk("", Unit(15, 2, 2), Unit(15, 2, 2, later=21), at=37),  # 2 * 10.67
         talk("Video Ġ 1 : Ġ", Unit(20, 1, 2), Unit(20, 1, 2, later=3), at=24),  # 2 * 1.87
     ],
-    "text": [
+    "text": [  # in comments, where the times before the first and the second unit end
+        talk("< 0 . 7 Ġseconds >", Unit(21, 1, 2), at_time(23, "3 . 5"), Unit(31, 1, 2), at=33),  # 20, 30
+        talk("< 1 1 . 0 Ġseconds >", Unit(22, 2, 2), at_time(24, "2 3 . 0"), Unit(33, 2, 2), at=35),  # 21, 32
         talk(
-            "< 0 . 7 Ġseconds >",  # to 20
-            Unit(21, 1, 2),
-            (23, f"{END} < 3 . 5 Ġseconds > {BEGIN}".split()),  # to 30
-            Unit(31, 1, 2),
-            at=33,
-        ),
-        talk(
-            "< 1 1 . 0 Ġseconds >",  # to 21
-            Unit(22, 2, 2),
-            (24, f"{END} < 2 3 . 0 Ġseconds > {BEGIN}".split()),  # to 32
-            Unit(33, 2, 2),
-            at=35,
-        ),
-        talk(
-            "Video Ġ 1 : Ġ< 0 . 2 Ġseconds >",  # to 24
-            Unit(25, 1, 2),
-            (27, f"{END} < 2 . 4 Ġseconds > {BEGIN}".split()),  # to 34
-            Unit(35, 1, 2),
-            at=37,
-        ),
+            "Video Ġ 1 : Ġ< 0 . 2 Ġseconds >", Unit(25, 1, 2), at_time(27, "2 . 4"), Unit(35, 1, 2), at=37
+        ),  # 24, 34
     ],
 }
 ANSWERS: dict[str, list[list[str]]] = {}

@@ -84,10 +84,7 @@ def ends_at_sigterm(forked: Forked) -> bool:
 
 @pytest.mark.parametrize(
     ("kind", "start"),
-    [
-        ("rank", start_rank),
-        ("node", lambda node, port: start_static_node(node, port, "--no-python", "true")),
-    ],
+    [("rank", start_rank), ("node", lambda node, port: start_static_node(node, port, "--no-python", "true"))],
 )
 def test_missing_one_is_named_and_may_come_late(kind: str, start: Callable) -> None:
     port = free_port()

@@ -1,9 +1,8 @@
 """Imports the training stack, which takes four seconds of processor time, once, and forks ranks.
 
 The server itself never uses the platform, a process group or a data set, so a fork of it is like a new
-process. All test processes of a session share it. A fork of it serves each: it runs one pickled :class:`Job`
-after another from the socket and answers with an :class:`Outcome`. Like torchrun, it ends the other ranks
-when one fails.
+process. All tests of a session share it. A fork serves each test process: it runs one pickled :class:`Job`
+after another and answers with an :class:`Outcome`. Like torchrun, it ends the other ranks if one fails.
 """
 
 import atexit
@@ -80,11 +79,11 @@ class Outcome:
     """By rank, in seconds of :func:`time.monotonic`."""
 
 
-def main(descriptor: int, session: int) -> None:
-    """Serves whoever connects to the listening socket until the process ``session`` has ended."""
+def main(name: str, session: int) -> None:
+    """Serves whoever connects to the abstract Unix socket until the process ``session`` has ended."""
     gc.disable()  # a third of the time of these imports
-    for name in PRELOADED:
-        importlib.import_module(name)
+    for module in PRELOADED:
+        importlib.import_module(module)
 
     # What a rank would do once: the parser of a command line (0.1 s), and Pillow's formats (0.05 s).
     from PIL import Image
@@ -100,26 +99,18 @@ def main(descriptor: int, session: int) -> None:
     gc.freeze()  # pages that the ranks share stay shared
     gc.enable()
 
-    with socket.socket(fileno=descriptor) as listener:
+    with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
         listener.settimeout(1.0)
-        while _is_running(session):
+        while ") Z" not in Path(f"/proc/{session}/stat").read_text():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, os.WNOHANG)
-            try:
-                accepted, _ = listener.accept()
-            except TimeoutError:
-                continue
-            with accepted:
+            with contextlib.suppress(TimeoutError), listener.accept()[0] as accepted:
                 if os.fork() == 0:
                     listener.close()
                     accepted.setblocking(True)
                     _serve(Connection(accepted.detach()))
-
-
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    return False
 
 
 def _serve(connection: Connection) -> NoReturn:
@@ -245,4 +236,4 @@ if __name__ == "__main__":
     # Use the importable name, so that the classes are those that the test process pickles.
     from tests.support.rank_server import main as serve
 
-    serve(int(sys.argv[1]), int(sys.argv[2]))
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -5,18 +5,18 @@ Tests of the start itself (signals, kills, the launcher, the demo) start new pro
 
 import atexit
 import contextlib
-import errno
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import count
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ FIRST_PORT, LAST_PORT, PORTS = 15_000, 31_000, 400
 """The ports of all test processes together, and the number of those that one process uses."""
 
 _jobs = count()
-_servers: list[subprocess.Popen[bytes]] = []
-"""Those that this process has started. They end with the session."""
 
 
 def python_path() -> str:
@@ -172,39 +170,28 @@ def _run(
 
 @cache
 def _server(triton_interpret: str) -> Connection:
-    """A connection to the session's server, which the first process to ask for it starts. Triton reads the
-    variable at its import."""
+    """A connection to the session's server of ranks. Triton reads the variable at its import."""
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     name = f"\0megatron_vl_tests_ranks_{session}_{triton_interpret}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        if _binds(listener, name):
-            listener.listen()
-            own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
-            words = [sys.executable, "-m", "tests.support.rank_server", str(listener.fileno()), str(session)]
-            options: dict[str, Any] = {"cwd": REPOSITORY, "stdin": subprocess.DEVNULL}
-            fds = [listener.fileno()]
-            _servers.append(subprocess.Popen(words, env={**os.environ, **own}, pass_fds=fds, **options))
-
-    while True:
-        client = socket.socket(socket.AF_UNIX)
-        try:
-            client.connect(name)
-            break
-        except ConnectionRefusedError:  # bound, and not yet listening
-            client.close()
-    connection = Connection(client.detach())
-    atexit.register(connection.close)
-    return connection
+    if _reserve(f"{name}_start"):
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
+        words = [sys.executable, "-m", "tests.support.rank_server", name[1:], str(session)]
+        os.spawnve(os.P_NOWAIT, sys.executable, words, {**os.environ, **own})
+    for _ in range(1200):
+        with contextlib.suppress(ConnectionRefusedError):
+            return Client(name, "AF_UNIX")
+        time.sleep(0.05)
+    raise AssertionError("the server of ranks does not start")
 
 
-def _binds(listener: socket.socket, name: str) -> bool:
-    """Whether no other process had bound the name."""
+def _reserve(name: str) -> bool:
+    """Binds an abstract Unix socket, until this process ends, unless another one holds it."""
+    mark = socket.socket(socket.AF_UNIX)
+    atexit.register(mark.close)
     try:
-        listener.bind(name)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return False
-        raise
+        mark.bind(name)
+    except OSError:
+        return False
     return True
 
 
@@ -218,15 +205,12 @@ def _free_port() -> int:
 
 @cache
 def _block_of_ports() -> int:
-    """Reserves ``PORTS`` ports by an abstract Unix socket, which ends with this process; returns the first.
+    """Reserves ``PORTS`` ports; returns the first.
 
     They lie below those that the kernel assigns, so a free one stays free until a rank binds it.
     """
-    mark = socket.socket(socket.AF_UNIX)
-    atexit.register(mark.close)
     for first in range(FIRST_PORT, LAST_PORT, PORTS):
-        with contextlib.suppress(OSError):
-            mark.bind(f"\0megatron_vl_tests_ports_{first}")
+        if _reserve(f"\0megatron_vl_tests_ports_{first}"):
             return first
     raise AssertionError("other processes have reserved all ports")
 

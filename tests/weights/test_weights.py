@@ -14,12 +14,7 @@ from torch import Tensor
 
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
-from megatron_vl.spec.tensors import (
-    EMBEDDING_TENSOR,
-    Sharding,
-    TensorInfo,
-    tensor_table,
-)
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.weights.manifest import MANIFEST_FILE, write_manifest, write_rank_file
 from megatron_vl.weights.matrix_blocks import cut_shard
@@ -30,12 +25,7 @@ from megatron_vl.weights.run_folder import (
     saved_checkpoints,
     step_dir_path,
 )
-from megatron_vl.weights.tensor_files import (
-    MatrixRegion,
-    TensorReader,
-    WeightsError,
-    read_safetensors_header,
-)
+from megatron_vl.weights.tensor_files import MatrixRegion, TensorReader, WeightsError, read_safetensors_header
 from megatron_vl.weights.weight_reader import WeightReader
 
 TOWER = {"depth": 2, "hidden_size": 32, "num_heads": 8, "intermediate_size": 43, "out_hidden_size": 32}
