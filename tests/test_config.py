@@ -155,7 +155,7 @@ IMPOSSIBLE = [
     ("--stop_after 9 --steps 8 --optimizer.warmup_steps 0", 1, "stop_after 9 must not be above steps 8"),
     ("--data.min_pixels 9 --data.max_pixels 8", 1, "data.min_pixels 9"),
     ('--recompute.language_modules ["attn"]', 1, "expected one of 'core_attn', 'mlp', 'layernorm'"),
-    (" ".join(f"--model.freeze_{part} true" for part in ("vision", "merger", "language")), 1, "to train"),
+    (" ".join(f"--model.freeze_{p} true" for p in ("vision", "merger", "language")), 1, "nothing to train"),
     ("--fp8.recipe delayed --dtype float32", 1, "fp8.recipe delayed needs a GPU and dtype bfloat16"),
     ("--fp8.recipe delayed --platform cpu", 1, "fp8.recipe delayed needs a GPU and dtype bfloat16"),
     ("--parallel.ep 2", 1, r"start a multiple of 2 processes \(on one node: --nproc-per-node 2\)$"),

@@ -142,12 +142,10 @@ GOLDEN: dict[str, list[list[Run]]] = {
         talk("", Unit(15, 2, 2), Unit(15, 2, 2, later=21), at=37),  # 2 * 10.67
         talk("Video Ġ 1 : Ġ", Unit(20, 1, 2), Unit(20, 1, 2, later=3), at=24),  # 2 * 1.87
     ],
-    "text": [  # in comments, where the times before the first and the second unit end
-        talk("< 0 . 7 Ġseconds >", Unit(21, 1, 2), at_time(23, "3 . 5"), Unit(31, 1, 2), at=33),  # 20, 30
-        talk("< 1 1 . 0 Ġseconds >", Unit(22, 2, 2), at_time(24, "2 3 . 0"), Unit(33, 2, 2), at=35),  # 21, 32
-        talk(
-            "Video Ġ 1 : Ġ< 0 . 2 Ġseconds >", Unit(25, 1, 2), at_time(27, "2 . 4"), Unit(35, 1, 2), at=37
-        ),  # 24, 34
+    "text": [  # The times before the two units end at 20 and 30, 21 and 32, 24 and 34.
+        talk("< 0 . 7 Ġseconds >", Unit(21, 1, 2), at_time(23, "3 . 5"), Unit(31, 1, 2), at=33),
+        talk("< 1 1 . 0 Ġseconds >", Unit(22, 2, 2), at_time(24, "2 3 . 0"), Unit(33, 2, 2), at=35),
+        talk("Video Ġ 1 : Ġ< 0 . 2 Ġseconds >", Unit(25, 1, 2), at_time(27, "2 . 4"), Unit(35, 1, 2), at=37),
     ],
 }
 ANSWERS: dict[str, list[list[str]]] = {}

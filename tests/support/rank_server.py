@@ -100,16 +100,16 @@ def main(name: str, session: int) -> None:
     gc.enable()
     gc.set_threshold(50_000)  # collections of a rank's own objects took 2 % of its time
 
-    with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0{name}")
-        listener.listen()
-        listener.settimeout(1.0)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0{name}")
+        server.listen()
+        server.settimeout(1.0)
         while ") Z" not in Path(f"/proc/{session}/stat").read_text():
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(-1, os.WNOHANG)
-            with contextlib.suppress(TimeoutError), listener.accept()[0] as accepted:
+            with contextlib.suppress(TimeoutError), server.accept()[0] as accepted:
                 if os.fork() == 0:
-                    listener.close()
+                    server.close()
                     accepted.setblocking(True)
                     _serve(Connection(accepted.detach()))
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -172,7 +173,8 @@ def _run(
 def _server(triton_interpret: str) -> Connection:
     """A connection to the session's server of ranks. Triton reads the variable at its import."""
     session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    name = f"\0megatron_vl_tests_ranks_{session}_{triton_interpret}"
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # containers repeat process numbers
+    name = f"\0megatron_vl_tests_ranks_{run}_{triton_interpret}"
     if _reserve(f"{name}_start"):
         own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
         words = [sys.executable, "-m", "tests.support.rank_server", name[1:], str(session)]
@@ -187,11 +189,12 @@ def _server(triton_interpret: str) -> Connection:
 def _reserve(name: str) -> bool:
     """Binds an abstract Unix socket, until this process ends, unless another one holds it."""
     mark = socket.socket(socket.AF_UNIX)
-    atexit.register(mark.close)
     try:
         mark.bind(name)
     except OSError:
+        mark.close()
         return False
+    atexit.register(mark.close)
     return True
 
 
