@@ -43,21 +43,21 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, fp8_weight: Fp8Weight, adds_to_main_grad: bool
     ) -> Tensor:
-        from megatron_vl.kernels.layers.fp8_rows import quantize_rows, row_scaled_product
+        from megatron_vl.kernels.layers.fp8_rows import row_scaled_product, rows_of
 
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.fp8_weight, ctx.adds_to_main_grad = fp8_weight, adds_to_main_grad
-        return row_scaled_product(quantize_rows(x), fp8_weight.rows, bias)
+        return row_scaled_product(rows_of(x), fp8_weight.rows, bias)
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
         from megatron_vl.kernels.layers.biased_layers import column_sums
-        from megatron_vl.kernels.layers.fp8_rows import quantize_rows, row_scaled_product
+        from megatron_vl.kernels.layers.fp8_rows import row_scaled_product, rows_of
 
         output_grad = output_grad.contiguous()
         weight, x_grad, weight_grad, bias_grad = ctx.fp8_weight.weight, None, None, None
         if ctx.needs_input_grad[0]:
-            x_grad = row_scaled_product(quantize_rows(output_grad), ctx.fp8_weight.columns)
+            x_grad = row_scaled_product(rows_of(output_grad), ctx.fp8_weight.columns)
         if ctx.needs_input_grad[1] and ctx.adds_to_main_grad:
             [x] = ctx.saved_tensors
             WeightGradientProducts.wgrad_gemm_accum_fp32(x, output_grad, weight.main_grad)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 from megatron_vl.models.attention import PackedRow
+from megatron_vl.models.fp8_linear import Fp8Rows
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -101,6 +102,7 @@ class FusedMLP(MLP):
         self.recompute_activation = recompute_activation
         names = {function: name for name, function in ACTIVATIONS.items()}
         self.activation_name = names[self.config.activation_func]
+        self.is_in_fp8 = isinstance(self.linear_fc2, Fp8Rows)
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
@@ -122,7 +124,8 @@ class FusedMLP(MLP):
             if runs_on_kernels(intermediate_states):
                 from megatron_vl.kernels.layers.biased_layers import biased_activation
 
-                return biased_activation(intermediate_states, bias, self.activation_name, is_gated=is_gated)
+                options = {"is_gated": is_gated, "is_quantized": self.is_in_fp8}
+                return biased_activation(intermediate_states, bias, self.activation_name, **options)
             intermediate_states = intermediate_states + bias
 
         if not is_gated:
@@ -190,11 +193,23 @@ class ResidualNorm(nn.Module):
 
     It returns that input too, which core then adds. So both gradients of the input reach one kernel
     (:mod:`megatron_vl.kernels.layers.residual_norm`).
+
+    Args:
+        fp8_rows: whether it is among linears that are in FP8 with a scale for each row.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        fp8_rows: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
         self.eps = eps
+        self.is_in_fp8 = fp8_rows
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         # The input must stay if the norm is to be recomputed.
         self.returns_input = not recomputes_norms(config)
@@ -224,6 +239,7 @@ class ResidualNorm(nn.Module):
             self.bias,
             self.eps,
             is_zero_centered=self.is_zero_centered,
+            is_quantized=self.is_in_fp8,
             added=added,
             added_bias=added_bias,
         )

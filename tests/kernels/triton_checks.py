@@ -45,9 +45,10 @@ from megatron_vl.kernels.experts.grouped_gemm import (
 )
 from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
 from megatron_vl.kernels.layers import biased_layers as sum_kernels
+from megatron_vl.kernels.layers import fp8_rows
 from megatron_vl.kernels.layers import residual_norm as norm_kernels
 from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum, column_sums
-from megatron_vl.kernels.layers.fp8_rows import quantize_rows, row_scaled_product
+from megatron_vl.kernels.layers.fp8_rows import quantize_rows, row_scaled_product, rows_of
 from megatron_vl.kernels.layers.residual_norm import residual_norm
 from megatron_vl.kernels.layers.swiglu import swiglu
 from megatron_vl.kernels.optimizer import adam, adam_triton, master_halves
@@ -209,6 +210,8 @@ def on_gpu() -> dict[str, float]:
         "linear in FP8, exact": exact_fp8_error(272, 1280, 432, "cuda"),
         "linear in FP8": fp8_error(17_724, 1280, 3840),
         "linear in FP8, narrow": fp8_error(1001, 6912, 144),
+        "rows in FP8 beside bf16": kept_rows_error(17_724, 1280, **bf16),
+        "wide rows in FP8 beside bf16": kept_rows_error(1001, 4304, **bf16),
         "linear of Transformer Engine": linear_error(17_724, 1280, 3840),
         "SwiGLU with a bias": activation_error("silu", 17_724, 3456, is_gated=True, **bf16),
         "GELU with a bias": activation_error("gelu_tanh", 17_724, 4352, **bf16),
@@ -356,6 +359,36 @@ def fp8_error(rows: int, width_in: int, width_out: int) -> float:
     x, weight = (quantize_rows(torch.randn(n, width_in, device="cuda").bfloat16()) for n in (rows, width_out))
     expected = (x.values.double() * x.scale) @ (weight.values.double() * weight.scale).t()
     return largest([(row_scaled_product(x, weight), expected)])
+
+
+def kept_rows_error(rows: int, width: int, **kind: Any) -> float:
+    """FP8 numbers that a norm and activations wrote beside their results and gradients, and that differ from
+    those of what they wrote. ``kind``: device and dtype."""
+    x, added, gated = (torch.randn(rows, n * width, **kind).requires_grad_() for n in (1, 1, 2))
+    weight, bias, gated_bias = (torch.randn(n * width, **kind).requires_grad_() for n in (1, 1, 2))
+    differing = 0
+
+    def compare(tensor: Tensor) -> None:
+        nonlocal differing
+        [(*_, kept)] = fp8_rows._kept
+        assert rows_of(tensor) is kept
+        for ours, expected in zip(kept, quantize_rows(tensor), strict=True):
+            differing += int((ours.view(torch.uint8) != expected.view(torch.uint8)).sum())
+
+    fp8 = {"is_quantized": True}
+    for output, source in (
+        (lambda: residual_norm(x, weight, bias, 1e-6, added=added, **fp8)[0], added),
+        (lambda: biased_activation(gated, gated_bias, "silu", is_gated=True, **fp8), gated),
+        (lambda: biased_activation(x, bias, "gelu_tanh", is_gated=False, **fp8), x),
+    ):
+        y = output()
+        compare(y)
+        compare(*torch.autograd.grad(y, source, torch.randn_like(y)))
+
+    # Rows of another tensor, and of one that changed since.
+    for changed in (output().detach().clone(), output().detach().neg_()):
+        assert rows_of(changed).values.equal(quantize_rows(changed).values)
+    return float(differing)
 
 
 def norm_error(
@@ -649,6 +682,7 @@ def main() -> None:
         "GELU with a bias, more rows than programs": activation_error("gelu_tanh", 100, 5),
         "QuickGELU with a bias, one row": activation_error("quick_gelu", 1, 24),
         "linear in FP8": exact_fp8_error(37, 150, 48),
+        "rows in FP8 beside others": kept_rows_error(37, 150, dtype=torch.bfloat16),
         "swiglu, weighted": swiglu_error(5, 96, weighted=True),
         "experts, blocks that do not divide": experts_error([3, 0, 130, 64, 0, 300], 96, 72),
         "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),

@@ -8,17 +8,21 @@ adds it in the pass that it takes anyway.
 A program takes a block of columns and every n-th block of rows. A second kernel adds the sums of the
 programs, in a fixed order, so that gradients are deterministic. The arithmetic is in fp32, and results are
 rounded once. The activation's backward kernel computes the gradient of its product, so it also sums that
-gradient's columns, in registers and before it is rounded.
+gradient's columns, in registers and before it is rounded. Between linears in FP8, both kernels of the
+activation write FP8 too. Then a block is a whole row, whose largest element gives its scale.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_vl.kernels.layers.fp8_rows import empty_rows, keep_rows, store_in_fp8
 
 BLOCK_COLUMNS = 256
 """In bf16, a warp reads a row of such a block at once, 16 bytes a thread."""
@@ -197,13 +201,17 @@ For the tanh approximation of GELU, this follows from (1 + tanh(u)) / 2 = sigmoi
 FORWARD_ROWS = 8
 BACKWARD_ROWS = 4
 """Rows of a block. The backward pass has fewer, because its sums stay in registers."""
+WHOLE_ROW_FORWARD = 1056, 8
+WHOLE_ROW_BACKWARD = 264, 8
+"""Numbers of programs and of warps where a block is a whole row."""
 
 
 @triton.jit
 def _forward_kernel(
-    x, bias, output_pointer, num_rows,
+    x, bias, output_pointer, values, scales, num_rows,
     WIDTH: tl.constexpr, X_WIDTH: tl.constexpr, IS_GATED: tl.constexpr, LINEAR: tl.constexpr,
     CUBIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    IS_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Columns: ``WIDTH`` of the output, ``X_WIDTH`` of ``x`` and ``bias``."""
     row_in_block, column_index, column_mask = block_of_program(WIDTH, ROWS, BLOCK)
@@ -222,14 +230,19 @@ def _forward_kernel(
         if IS_GATED:
             y *= load_float32(gate_pointers + WIDTH, mask) + up_bias
         tl.store(output_pointer + first_row * WIDTH + output_offsets, y, mask)
+        if IS_QUANTIZED:
+            y = y.to(output_pointer.dtype.element_ty).to(tl.float32)
+            largest = tl.max(tl.abs(y), 1, keep_dims=True)
+            row_values = values + first_row * WIDTH + output_offsets
+            store_in_fp8(y, largest, mask, row_values, scales + first_row + row_in_block)
 
 
 @triton.jit
 def _backward_kernel(
-    x, bias, output_grad_pointer, x_grad_pointer, bias_grads, num_rows,
+    x, bias, output_grad_pointer, x_grad_pointer, bias_grads, values, scales, num_rows,
     WIDTH: tl.constexpr, X_WIDTH: tl.constexpr, IS_GATED: tl.constexpr, LINEAR: tl.constexpr,
     CUBIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-    IS_TRAINED: tl.constexpr,
+    IS_TRAINED: tl.constexpr, IS_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """``bias_grads``, fp32 [programs of a column, X_WIDTH]: the sum of the rows of each program."""
     row_in_block, column_index, column_mask = block_of_program(WIDTH, ROWS, BLOCK)
@@ -259,6 +272,15 @@ def _backward_kernel(
         gate_grad *= sigmoid + activated * (1 - sigmoid) * slope
         tl.store(x_grad_pointer + gate_offsets, gate_grad, mask)
         gate_sums += gate_grad
+        if IS_QUANTIZED:
+            gate_grad = gate_grad.to(x_grad_pointer.dtype.element_ty).to(tl.float32)
+            largest = tl.max(tl.abs(gate_grad), 1, keep_dims=True)
+            row_scales = scales + first_row + row_in_block
+            if IS_GATED:
+                up_grad = up_grad.to(x_grad_pointer.dtype.element_ty).to(tl.float32)
+                largest = tl.maximum(largest, tl.max(tl.abs(up_grad), 1, keep_dims=True))
+                store_in_fp8(up_grad, largest, mask, values + WIDTH + gate_offsets, row_scales)
+            store_in_fp8(gate_grad, largest, mask, values + gate_offsets, row_scales)
 
     # Sums that are not stored are not computed.
     if IS_TRAINED:
@@ -270,9 +292,25 @@ def _backward_kernel(
             tl.store(sum_pointers + WIDTH, up_sum, column_mask)
 
 
+def _activation_grid(
+    options: dict[str, Any], num_rows: int, block_rows: int, whole_rows: tuple[int, int]
+) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid and the block of an activation's kernel. ``whole_rows``: programs and warps in FP8."""
+    width = options["WIDTH"]
+    if options["IS_QUANTIZED"]:
+        programs, num_warps = whole_rows
+        block = {"ROWS": 1, "BLOCK": triton.next_power_of_2(width), "num_warps": num_warps}
+        return (1, min(num_rows, programs)), block
+    block_columns = min(triton.next_power_of_2(width), BLOCK_COLUMNS)
+    block = {"ROWS": block_rows, "BLOCK": block_columns, "num_warps": NUM_WARPS}
+    return launch_grid(num_rows, block_rows, width), block
+
+
 class _BiasedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor, activation_name: str, is_gated: bool) -> Tensor:
+    def forward(
+        ctx, x: Tensor, bias: Tensor, activation_name: str, is_gated: bool, is_quantized: bool
+    ) -> Tensor:
         num_rows, num_columns = x.shape
         linear, cubic = SIGMOID_COEFFICIENTS[activation_name]
         width = num_columns // (1 + is_gated)
@@ -282,23 +320,28 @@ class _BiasedActivation(torch.autograd.Function):
             "IS_GATED": is_gated,
             "LINEAR": linear,
             "CUBIC": cubic,
-            "BLOCK": min(triton.next_power_of_2(width), BLOCK_COLUMNS),
+            "IS_QUANTIZED": is_quantized,
             "STAGES": NUM_STAGES,
-            "num_warps": NUM_WARPS,
         }
         ctx.save_for_backward(x, bias)
         activated = x.new_empty(num_rows, width)
+        fp8_rows = empty_rows(activated) if is_quantized else None
         if activated.numel():
-            grid = launch_grid(num_rows, FORWARD_ROWS, width)
-            _forward_kernel[grid](x, bias, activated, num_rows, **ctx.options, ROWS=FORWARD_ROWS)
+            grid, block = _activation_grid(ctx.options, num_rows, FORWARD_ROWS, WHOLE_ROW_FORWARD)
+            _forward_kernel[grid](
+                x, bias, activated, *(fp8_rows or (None, None)), num_rows, **ctx.options, **block
+            )
+        if fp8_rows:
+            keep_rows(activated, fp8_rows)
         return activated
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
         x, bias = ctx.saved_tensors
         x_grad = torch.empty_like(x)
-        is_trained = ctx.needs_input_grad[1]
-        grid = launch_grid(x.shape[0], BACKWARD_ROWS, ctx.options["WIDTH"])
+        is_trained, is_quantized = ctx.needs_input_grad[1], ctx.options["IS_QUANTIZED"]
+        fp8_rows = empty_rows(x) if is_quantized else None
+        grid, block = _activation_grid(ctx.options, len(x), BACKWARD_ROWS, WHOLE_ROW_BACKWARD)
         bias_grads = x.new_empty(grid[1] if is_trained else 0, x.shape[1], dtype=torch.float32)
         if x.numel():
             _backward_kernel[grid](
@@ -307,16 +350,21 @@ class _BiasedActivation(torch.autograd.Function):
                 output_grad.contiguous(),
                 x_grad,
                 bias_grads,
+                *(fp8_rows or (None, None)),
                 x.shape[0],
                 **ctx.options,
-                ROWS=BACKWARD_ROWS,
+                **block,
                 IS_TRAINED=is_trained,
             )
+        if fp8_rows:
+            keep_rows(x_grad, fp8_rows)
         bias_grad = add_programs(bias_grads, bias.dtype) if is_trained else None
-        return x_grad, bias_grad, None, None
+        return x_grad, bias_grad, None, None, None
 
 
-def biased_activation(x: Tensor, bias: Tensor, activation_name: str, *, is_gated: bool) -> Tensor:
+def biased_activation(
+    x: Tensor, bias: Tensor, activation_name: str, *, is_gated: bool, is_quantized: bool = False
+) -> Tensor:
     """``activation_name`` of ``x + bias``; gated, that of its first half times its second half.
 
     The sum with the bias is not rounded. Reference: ``torch.nn.functional.silu``, ``gelu`` with
@@ -326,10 +374,11 @@ def biased_activation(x: Tensor, bias: Tensor, activation_name: str, *, is_gated
         x: [..., F], or [..., 2 * F] if it is gated.
         bias: [F] or [2 * F]. If it is frozen, nothing is summed.
         activation_name: a key of :data:`SIGMOID_COEFFICIENTS`.
+        is_quantized: whether linears in FP8 read the result, and in the backward pass the gradient of ``x``.
 
     Returns:
         [..., F] in the type of ``x``.
     """
     flat_rows = x.reshape(-1, x.shape[-1]).contiguous()
-    activated = _BiasedActivation.apply(flat_rows, bias.contiguous(), activation_name, is_gated)
+    activated = _BiasedActivation.apply(flat_rows, bias.contiguous(), activation_name, is_gated, is_quantized)
     return activated.view(*x.shape[:-1], activated.shape[1])

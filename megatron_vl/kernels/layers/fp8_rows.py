@@ -1,7 +1,8 @@
 """Matrices in FP8 (e4m3) with a scale for each row, and their product, in Triton and by cuBLASLt.
 
 A row's scale is the power of two that brings its largest element to between 128 and 256, so it needs no state
-and one kernel.
+and one kernel. Kernels that write whole rows for a linear in FP8 write them in FP8 too (:func:`keep_rows`),
+so that none reads them again to quantise them.
 """
 
 from __future__ import annotations
@@ -22,28 +23,58 @@ class ScaledRows(NamedTuple):
 
 
 @triton.jit
+def store_in_fp8(elements, largest, mask, values, scales):
+    """``elements`` of rows with the largest magnitudes ``largest``; ``values``, ``scales``: pointers."""
+    # The exponent is in the bits from 23 on, as 127 more than the power of two.
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.maximum(exponent, 16)  # also for a row of zeros: both powers below must be normal numbers
+    scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
+    inverse = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+    tl.store(values, (elements * inverse).to(tl.float8e4nv), mask)
+    tl.store(scales, scale)
+
+
+@triton.jit
 def _quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     elements = tl.load(x + row * width + columns, mask, 0.0).to(tl.float32)
-
-    # The exponent of the largest element is in the bits from 23 on, as 127 more than the power of two.
-    exponent = tl.max(tl.abs(elements), 0).to(tl.int32, bitcast=True) >> 23
-    exponent = tl.maximum(exponent, 16)  # also for a row of zeros: both powers below must be normal numbers
-    scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
-    inverse = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(values + row * width + columns, (elements * inverse).to(tl.float8e4nv), mask)
-    tl.store(scales + row, scale)
+    largest = tl.max(tl.abs(elements), 0)
+    store_in_fp8(elements, largest, mask, values + row * width + columns, scales + row)
 
 
 def quantize_rows(x: Tensor) -> ScaledRows:
     """``x``, contiguous [rows, width], in FP8."""
     rows, width = x.shape
+    quantized = empty_rows(x)
+    _quantize_kernel[rows,](x, *quantized, width, BLOCK=triton.next_power_of_2(width), num_warps=4)
+    return quantized
+
+
+def empty_rows(x: Tensor) -> ScaledRows:
+    """Memory for ``x``, [rows, width], in FP8."""
     values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    _quantize_kernel[rows,](x, values, scale, width, BLOCK=triton.next_power_of_2(width), num_warps=4)
-    return ScaledRows(values, scale)
+    return ScaledRows(values, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device))
+
+
+_kept: list[tuple[Tensor, int, ScaledRows]] = []
+"""None or one: a tensor, its version, and its rows in FP8. It is held, so no other one gets its address."""
+
+
+def keep_rows(x: Tensor, rows: ScaledRows) -> None:
+    """Keeps ``rows``, which a kernel wrote beside ``x``, for the linear that reads ``x`` next."""
+    _kept[:] = [(x.detach(), x._version, rows)]
+
+
+def rows_of(x: Tensor) -> ScaledRows:
+    """``x``, contiguous [rows, width], in FP8: the rows that were kept, if they are its, else quantised."""
+    if _kept:
+        tensor, version, rows = _kept.pop()
+        is_kept = x.data_ptr() == tensor.data_ptr() and x.shape == rows.values.shape
+        if is_kept and x.dtype == tensor.dtype and x._version == version:
+            return rows
+    return quantize_rows(x)
 
 
 def row_scaled_product(left: ScaledRows, right: ScaledRows, bias: Tensor | None = None) -> Tensor:
