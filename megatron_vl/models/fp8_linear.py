@@ -51,13 +51,16 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
-        from megatron_vl.kernels.layers.biased_layers import column_sums
+        from megatron_vl.kernels.layers.biased_layers import column_sums_and_rows
         from megatron_vl.kernels.layers.fp8_rows import row_scaled_product, rows_of
 
         output_grad = output_grad.contiguous()
         weight, x_grad, weight_grad, bias_grad = ctx.fp8_weight.weight, None, None, None
+        grad_rows = None
+        if ctx.needs_input_grad[2]:
+            bias_grad, grad_rows = column_sums_and_rows(output_grad)
         if ctx.needs_input_grad[0]:
-            x_grad = row_scaled_product(rows_of(output_grad), ctx.fp8_weight.columns)
+            x_grad = row_scaled_product(grad_rows or rows_of(output_grad), ctx.fp8_weight.columns)
         if ctx.needs_input_grad[1] and ctx.adds_to_main_grad:
             [x] = ctx.saved_tensors
             WeightGradientProducts.wgrad_gemm_accum_fp32(x, output_grad, weight.main_grad)
@@ -65,8 +68,6 @@ class _Fp8Linear(torch.autograd.Function):
             weight_grad = torch.empty_like(weight)  # for DDP's hook, which does not read it
         elif ctx.needs_input_grad[1]:
             weight_grad = output_grad.t() @ ctx.saved_tensors[0]
-        if ctx.needs_input_grad[2]:
-            bias_grad = column_sums(output_grad)
         return x_grad, weight_grad, bias_grad, None, None
 
 
@@ -84,31 +85,36 @@ class Fp8Rows:
     _tp_group: torch.distributed.ProcessGroup
     _fp8_weight: Fp8Weight
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[P, 1, in] -> ([P, 1, out], bias to add or None)"""
+    def forward(self, x: "Tensor | ScaledRows") -> tuple[Tensor, Tensor | None]:
+        """[P, 1, in] -> ([P, 1, out], bias to add or None), without autograd if ``x`` is in FP8"""
         # Core's schedules set the flag before a step's first row: the optimizer has changed the weight.
         if self.is_first_microbatch:
             self._fp8_weight = Fp8Weight(self.weight)
             self.is_first_microbatch = False
-        is_row = self.parallel_mode == "row"
         bias = self.bias if self.use_bias else None
-        product_bias = None if is_row or self.te_return_bias else bias
+        is_row, is_sharded = self.parallel_mode == "row", self.tp_size > 1
+        # Bias gradients cost least beside the cast of the output's. But fc1's comes with the activation's.
+        adds_bias = not is_sharded if is_row else not self.te_return_bias
+        product_bias = bias if adds_bias else None
 
-        if self.tp_size > 1 and not is_row:
-            x = copy_to_tensor_model_parallel_region(x, self._tp_group)
-        rows = x.flatten(0, 1).contiguous()
-        if rows.numel():
-            main_grad = self.fuse_wgrad_accumulation
-            output = _Fp8Linear.apply(rows, self.weight, product_bias, self._fp8_weight, main_grad)
-        else:
-            output = torch.nn.functional.linear(rows, self.weight, product_bias)
-        output = output[:, None]
-        if self.tp_size > 1 and is_row:
+        output = self._multiply(x, product_bias)[:, None]
+        if is_sharded and is_row:
             output = reduce_from_tensor_model_parallel_region(output, self._tp_group)
+        if adds_bias or self.te_return_bias:
+            return output, None if adds_bias else bias
+        return (output if bias is None else output + bias), None
 
-        if self.te_return_bias:
-            return output, bias
-        return (output if bias is product_bias else output + bias), None
+    def _multiply(self, x: "Tensor | ScaledRows", bias: Tensor | None) -> Tensor:
+        from megatron_vl.kernels.layers.fp8_rows import row_scaled_product
+
+        if not isinstance(x, Tensor):
+            return row_scaled_product(x, self._fp8_weight.rows, bias)
+        rows = x.flatten(0, 1).contiguous()
+        if self.tp_size > 1 and self.parallel_mode != "row":
+            rows = copy_to_tensor_model_parallel_region(rows, self._tp_group)
+        if not rows.numel():
+            return torch.nn.functional.linear(rows, self.weight, bias)
+        return _Fp8Linear.apply(rows, self.weight, bias, self._fp8_weight, self.fuse_wgrad_accumulation)
 
 
 def renew_fp8_weights(model: torch.nn.Module) -> None:

@@ -47,7 +47,13 @@ from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_parts
 from megatron_vl.kernels.layers import biased_layers as sum_kernels
 from megatron_vl.kernels.layers import fp8_rows
 from megatron_vl.kernels.layers import residual_norm as norm_kernels
-from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum, column_sums
+from megatron_vl.kernels.layers.biased_layers import (
+    activation_in_fp8,
+    biased_activation,
+    biased_sum,
+    column_sums,
+    column_sums_and_rows,
+)
 from megatron_vl.kernels.layers.fp8_rows import quantize_rows, row_scaled_product, rows_of
 from megatron_vl.kernels.layers.residual_norm import residual_norm
 from megatron_vl.kernels.layers.swiglu import swiglu
@@ -362,33 +368,33 @@ def fp8_error(rows: int, width_in: int, width_out: int) -> float:
 
 
 def kept_rows_error(rows: int, width: int, **kind: Any) -> float:
-    """FP8 numbers that a norm and activations wrote beside their results and gradients, and that differ from
-    those of what they wrote. ``kind``: device and dtype."""
-    x, added, gated = (torch.randn(rows, n * width, **kind).requires_grad_() for n in (1, 1, 2))
+    """FP8 numbers and scales that kernels wrote beside bf16 and that a cast would not. ``kind``: device and
+    dtype."""
+    x, gated = (torch.randn(rows, n * width, **kind).requires_grad_() for n in (1, 2))
     weight, bias, gated_bias = (torch.randn(n * width, **kind).requires_grad_() for n in (1, 1, 2))
-    differing = 0
+    sums, rows_of_x = column_sums_and_rows(x.detach())
+    assert largest([(sums, x.double().sum(0))]) < 1e-2
+    pairs = [(rows_of_x, quantize_rows(x.detach()))]
 
-    def compare(tensor: Tensor) -> None:
-        nonlocal differing
+    def take_rows(tensor: Tensor) -> Tensor:
         [(*_, kept)] = fp8_rows._kept
         assert rows_of(tensor) is kept
-        for ours, expected in zip(kept, quantize_rows(tensor), strict=True):
-            differing += int((ours.view(torch.uint8) != expected.view(torch.uint8)).sum())
+        pairs.append((kept, quantize_rows(tensor)))
+        return tensor
 
-    fp8 = {"is_quantized": True}
-    for output, source in (
-        (lambda: residual_norm(x, weight, bias, 1e-6, added=added, **fp8)[0], added),
-        (lambda: biased_activation(gated, gated_bias, "silu", is_gated=True, **fp8), gated),
-        (lambda: biased_activation(x, bias, "gelu_tanh", is_gated=False, **fp8), x),
-    ):
-        y = output()
-        compare(y)
-        compare(*torch.autograd.grad(y, source, torch.randn_like(y)))
+    take_rows(residual_norm(x, weight, bias, 1e-6, is_quantized=True)[0])
+    for tensor, its_bias, name in ((x, bias, "gelu_tanh"), (gated, gated_bias, "silu")):
+        options = {"activation_name": name, "is_gated": tensor is gated}
+        y = take_rows(biased_activation(tensor, its_bias, **options, is_quantized=True))
+        pairs.append((activation_in_fp8(tensor, its_bias, **options), quantize_rows(y)))
+        take_rows(*torch.autograd.grad(y, tensor, torch.randn_like(y)))
 
-    # Rows of another tensor, and of one that changed since.
-    for changed in (output().detach().clone(), output().detach().neg_()):
-        assert rows_of(changed).values.equal(quantize_rows(changed).values)
-    return float(differing)
+    # Rows of another tensor, and of one that was changed since.
+    for change in (torch.clone, torch.Tensor.neg_):
+        y = change(residual_norm(x, weight, bias, 1e-6, is_quantized=True)[0].detach())
+        pairs.append((rows_of(y), quantize_rows(y)))
+    tensors = [(ours, cast) for pair in pairs for ours, cast in zip(*pair, strict=True)]
+    return float(sum((ours.view(torch.uint8) != cast.view(torch.uint8)).sum() for ours, cast in tensors))
 
 
 def norm_error(

@@ -23,7 +23,7 @@ class ScaledRows(NamedTuple):
 
 
 @triton.jit
-def store_in_fp8(elements, largest, mask, values, scales):
+def store_in_fp8(elements, largest, mask, values, scales, row_mask=None):
     """``elements`` of rows with the largest magnitudes ``largest``; ``values``, ``scales``: pointers."""
     # The exponent is in the bits from 23 on, as 127 more than the power of two.
     exponent = largest.to(tl.int32, bitcast=True) >> 23
@@ -31,7 +31,7 @@ def store_in_fp8(elements, largest, mask, values, scales):
     scale = ((exponent - 7) << 23).to(tl.float32, bitcast=True)
     inverse = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     tl.store(values, (elements * inverse).to(tl.float8e4nv), mask)
-    tl.store(scales, scale)
+    tl.store(scales, scale, row_mask)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def quantize_rows(x: Tensor) -> ScaledRows:
 
 def empty_rows(x: Tensor) -> ScaledRows:
     """Memory for ``x``, [rows, width], in FP8."""
-    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     return ScaledRows(values, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device))
 
 

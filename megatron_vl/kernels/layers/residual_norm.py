@@ -8,8 +8,6 @@ That input may still be a sum to be formed, of a residual, the output of the blo
 bias. Then the forward kernel forms it too, and the norm is that of the rounded sum. The gradient of that bias
 is summed in a kernel of its own: a third sum in the registers of the backward kernel would cost more time.
 
-Both kernels write what linears read next in FP8 too, if those are in FP8.
-
 A program of the backward pass takes every n-th row and sums the gradients of parameters in registers.
 The sums of the programs are added in a fixed order, so that gradients are deterministic.
 """
@@ -76,10 +74,9 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     x, weight, means, inverse_stds, output_grad_pointer, residual_grad_pointer, x_grad_pointer,
-    parameter_grads, values, scales, num_rows,
+    parameter_grads, num_rows,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_CENTERED: tl.constexpr, WEIGHT_OFFSET: tl.constexpr,
     HAS_RESIDUAL_GRAD: tl.constexpr, IS_TRAINED: tl.constexpr, STAGES: tl.constexpr,
-    IS_QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """``parameter_grads``, fp32 [programs, 1 or 2, WIDTH]: of weight and bias, from each program's rows."""
     first_row = tl.program_id(0).to(tl.int64)
@@ -116,10 +113,6 @@ def _backward_kernel(
             x_grad -= tl.sum(normalized_grad, 0) / WIDTH
         x_grad = x_grad * inverse_std + residual_grad
         tl.store(x_grad_pointer + row_offsets, x_grad, mask=column_mask)
-        if IS_QUANTIZED:
-            rounded = tl.where(column_mask, x_grad, 0.0).to(x_grad_pointer.dtype.element_ty).to(tl.float32)
-            largest = tl.max(tl.abs(rounded), 0)
-            store_in_fp8(rounded, largest, column_mask, values + row_offsets, scales + row_index)
 
     if IS_TRAINED:
         grad_pointers = parameter_grads + first_row * (1 + IS_CENTERED) * WIDTH + column_index
@@ -151,14 +144,13 @@ class _ResidualNorm(torch.autograd.Function):
             "BLOCK": triton.next_power_of_2(width),
             "IS_CENTERED": bias is not None,
             "WEIGHT_OFFSET": float(is_zero_centered),
-            "IS_QUANTIZED": is_quantized,
         }
         fp8_rows = empty_rows(x) if is_quantized else None
         if num_rows:
             _forward_kernel[num_rows,](
                 x, added, added_bias, residual, weight, bias, normalized, means, inverse_stds,
                 *(fp8_rows or (None, None)), EPS=eps, **ctx.options,
-                HAS_ADDED=added is not None, HAS_ADDED_BIAS=added_bias is not None,
+                HAS_ADDED=added is not None, HAS_ADDED_BIAS=added_bias is not None, IS_QUANTIZED=is_quantized,
                 num_warps=_num_warps(width, FORWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
         if fp8_rows:
@@ -194,7 +186,6 @@ class _ResidualNorm(torch.autograd.Function):
         x, weight, means, inverse_stds = ctx.saved_tensors
         residual_grad = None if residual_grad is None else residual_grad.contiguous()
         x_grad = torch.empty_like(x)
-        fp8_rows = empty_rows(x) if ctx.options["IS_QUANTIZED"] else None
         num_programs = min(x.shape[0], BACKWARD_PROGRAMS)
         parameter_grads = x.new_empty(
             num_programs if is_trained else 0, 1 + (means is not None), x.shape[1], dtype=torch.float32
@@ -202,13 +193,10 @@ class _ResidualNorm(torch.autograd.Function):
         if num_programs:
             _backward_kernel[num_programs,](
                 x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads,
-                *(fp8_rows or (None, None)), x.shape[0], **ctx.options,
-                HAS_RESIDUAL_GRAD=residual_grad is not None,
+                x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
                 IS_TRAINED=is_trained, STAGES=BACKWARD_STAGES,
                 num_warps=_num_warps(x.shape[1], BACKWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
-        if fp8_rows:
-            keep_rows(x_grad, fp8_rows)
         return x_grad, parameter_grads
 
 
@@ -237,7 +225,7 @@ def residual_norm(
         weight: [H].
         bias: [H] for LayerNorm; None for RMSNorm. It is trained if ``weight`` is.
         is_zero_centered: whether one is added to the weight.
-        is_quantized: whether linears in FP8 read the norm, and in the backward pass the gradient of ``x``.
+        is_quantized: whether linears in FP8 read the norm. The kernel then writes it in FP8 too.
         added: [..., H] to add to ``x`` before both.
         added_bias: [H] to add together with ``added``.
 
