@@ -41,27 +41,23 @@ FINAL_COLUMNS = 32
 
 
 class WholeRows(NamedTuple):
-    """Blocks of whole rows, whose largest elements a program knows."""
+    """Blocks of whole rows, so that a program knows each row's largest element."""
 
-    rows: int
+    num_elements: int
+    """Of a block, if a row has no more."""
     num_programs: int
-    """At most."""
     num_warps: int
     num_stages: int
 
     def launch(self, num_rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
         """The grid and the block of a kernel."""
-        grid = 1, min(triton.cdiv(num_rows, self.rows), self.num_programs)
-        block = triton.next_power_of_2(width)
-        return grid, {
-            "ROWS": self.rows,
-            "BLOCK": block,
-            "STAGES": self.num_stages,
-            "num_warps": self.num_warps,
-        }
+        columns = triton.next_power_of_2(width)
+        rows = max(self.num_elements // columns, 1)
+        block = {"ROWS": rows, "BLOCK": columns, "STAGES": self.num_stages, "num_warps": self.num_warps}
+        return (1, min(triton.cdiv(num_rows, rows), self.num_programs)), block
 
 
-WHOLE_ROWS_SUMS = WholeRows(rows=1, num_programs=1056, num_warps=8, num_stages=3)
+WHOLE_ROWS_SUMS = WholeRows(8192, num_programs=264, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -251,8 +247,8 @@ For the tanh approximation of GELU, this follows from (1 + tanh(u)) / 2 = sigmoi
 FORWARD_ROWS = 8
 BACKWARD_ROWS = 4
 """Rows of a block. The backward pass has fewer, because its sums stay in registers."""
-WHOLE_ROWS_FORWARD = WholeRows(rows=1, num_programs=2112, num_warps=8, num_stages=2)
-WHOLE_ROWS_BACKWARD = WholeRows(rows=1, num_programs=264, num_warps=16, num_stages=3)
+WHOLE_ROWS_FORWARD = WholeRows(4096, num_programs=2112, num_warps=8, num_stages=3)
+WHOLE_ROWS_BACKWARD = WholeRows(4096, num_programs=264, num_warps=16, num_stages=3)
 
 
 @triton.jit
@@ -424,7 +420,7 @@ def can_write_fp8(width: int) -> bool:
 
 
 def activation_in_fp8(x: Tensor, bias: Tensor, activation_name: str, *, is_gated: bool) -> ScaledRows:
-    """:func:`biased_activation` of contiguous ``x``, at least one row of it, only in FP8, without autograd."""
+    """:func:`biased_activation` of contiguous ``x``, at least one row, only in FP8, without autograd."""
     flat_rows = x.flatten(0, -2)
     options = _activation_options(flat_rows, activation_name, is_gated, is_quantized=True)
     rows = empty_rows(flat_rows[:, : options["WIDTH"]])
