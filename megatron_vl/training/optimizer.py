@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
@@ -148,9 +148,32 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
     }
 
 
+class GradientNorms(NamedTuple):
+    """Norms over the whole model of gradients that are sums over tokens."""
+
+    has_overflow: bool
+    norms: list[float]
+    """Of the model, and of the group with a norm of its own."""
+
+
+@torch.no_grad()
+def read_gradient_norms(optimizer: ChainedOptimizer, own_norm_group: str | None = None) -> GradientNorms:
+    """Prepares gradients for :func:`clip_and_update`. Collective; the host waits for the device.
+
+    Args:
+        own_norm_group: see :func:`clip_and_update`.
+    """
+    has_overflow = optimizer.prepare_grads()
+    norms = [float(optimizer.get_grad_norm() or 0.0)]
+    if own_norm_group is not None:
+        norms.append(_group_norm(optimizer, own_norm_group))
+    return GradientNorms(has_overflow, norms)
+
+
 @torch.no_grad()
 def clip_and_update(
     optimizer: ChainedOptimizer,
+    gradient_norms: GradientNorms,
     loss_tokens: int,
     is_loss_finite: bool,
     own_norm_group: str | None = None,
@@ -172,15 +195,12 @@ def clip_and_update(
     Returns:
         (whether the weights were updated, the global norm of the divided gradients before they are clipped).
     """
-    has_overflow = optimizer.prepare_grads()
     gradient_scale = 1.0 / max(1, loss_tokens)
-    norms = [float(optimizer.get_grad_norm() or 0.0) * gradient_scale]
-    if own_norm_group is not None:
-        norms.append(_group_norm(optimizer, own_norm_group) * gradient_scale)
+    norms = [norm * gradient_scale for norm in gradient_norms.norms]
     # Without the group, the model would skip a step without gradients.
     is_skipped_alone = own_norm_group is not None and optimizer.trains_model and not norms[0]
     grad_norm = 0.0 if is_skipped_alone else math.hypot(*norms)
-    if has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
+    if gradient_norms.has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
         if state_chunks := chunked_state(optimizer):
             state_chunks.chunk_streamer.drop_slots()
         return False, grad_norm
