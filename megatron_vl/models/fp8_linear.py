@@ -25,49 +25,54 @@ class Fp8Weight:
     """A weight [out, in] in FP8, for the products of a step."""
 
     def __init__(self, weight: Tensor) -> None:
-        from megatron_vl.kernels.layers.fp8_rows import quantize_rows
+        from megatron_vl.kernels.layers.fp8_rows import quantize_columns
 
         self.weight = weight
-        self.rows = quantize_rows(weight.detach())
+        self.forward_factor = quantize_columns(weight.detach())
 
     @cached_property
-    def columns(self) -> "ScaledRows":
-        """The weight transposed, [in, out], with a scale for each input."""
-        from megatron_vl.kernels.layers.fp8_rows import quantize_rows
+    def backward_factor(self) -> "ScaledRows":
+        """The weight with a scale for each input."""
+        from megatron_vl.kernels.layers.fp8_rows import quantize_columns
 
-        return quantize_rows(self.weight.detach().t().contiguous())
+        return quantize_columns(self.weight.detach().t().contiguous())
 
 
 class _Fp8Linear(torch.autograd.Function):
+    """[P, 1, in] -> [P, 1, out]"""
+
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, fp8_weight: Fp8Weight, adds_to_main_grad: bool
     ) -> Tensor:
         from megatron_vl.kernels.layers.fp8_rows import row_scaled_product, rows_of
 
+        x = x.contiguous()
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.fp8_weight, ctx.adds_to_main_grad = fp8_weight, adds_to_main_grad
-        return row_scaled_product(rows_of(x), fp8_weight.rows, bias)
+        return row_scaled_product(rows_of(x.flatten(0, 1)), fp8_weight.forward_factor, bias)[:, None]
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
         from megatron_vl.kernels.layers.biased_layers import column_sums_and_rows
         from megatron_vl.kernels.layers.fp8_rows import row_scaled_product, rows_of
 
-        output_grad = output_grad.contiguous()
+        output_grad = output_grad.contiguous().flatten(0, 1)
         weight, x_grad, weight_grad, bias_grad = ctx.fp8_weight.weight, None, None, None
         grad_rows = None
         if ctx.needs_input_grad[2]:
             bias_grad, grad_rows = column_sums_and_rows(output_grad)
         if ctx.needs_input_grad[0]:
-            x_grad = row_scaled_product(grad_rows or rows_of(output_grad), ctx.fp8_weight.columns)
-        if ctx.needs_input_grad[1] and ctx.adds_to_main_grad:
-            [x] = ctx.saved_tensors
-            WeightGradientProducts.wgrad_gemm_accum_fp32(x, output_grad, weight.main_grad)
-            weight.grad_added_to_main_grad = True
-            weight_grad = torch.empty_like(weight)  # for DDP's hook, which does not read it
-        elif ctx.needs_input_grad[1]:
-            weight_grad = output_grad.t() @ ctx.saved_tensors[0]
+            grad_rows = grad_rows or rows_of(output_grad)
+            x_grad = row_scaled_product(grad_rows, ctx.fp8_weight.backward_factor)[:, None]
+        if ctx.needs_input_grad[1]:
+            x = ctx.saved_tensors[0].flatten(0, 1)
+            if ctx.adds_to_main_grad:
+                WeightGradientProducts.wgrad_gemm_accum_fp32(x, output_grad, weight.main_grad)
+                weight.grad_added_to_main_grad = True
+                weight_grad = torch.empty_like(weight)  # for DDP's hook, which does not read it
+            else:
+                weight_grad = output_grad.t() @ x
         return x_grad, weight_grad, bias_grad, None, None
 
 
@@ -97,7 +102,7 @@ class Fp8Rows:
         adds_bias = not is_sharded if is_row else not self.te_return_bias
         product_bias = bias if adds_bias else None
 
-        output = self._multiply(x, product_bias)[:, None]
+        output = self._multiply(x, product_bias)
         if is_sharded and is_row:
             output = reduce_from_tensor_model_parallel_region(output, self._tp_group)
         if adds_bias or self.te_return_bias:
@@ -108,13 +113,12 @@ class Fp8Rows:
         from megatron_vl.kernels.layers.fp8_rows import row_scaled_product
 
         if not isinstance(x, Tensor):
-            return row_scaled_product(x, self._fp8_weight.rows, bias)
-        rows = x.flatten(0, 1).contiguous()
+            return row_scaled_product(x, self._fp8_weight.forward_factor, bias)[:, None]
+        if not x.numel():
+            return torch.nn.functional.linear(x, self.weight, bias)
         if self.tp_size > 1 and self.parallel_mode != "row":
-            rows = copy_to_tensor_model_parallel_region(rows, self._tp_group)
-        if not rows.numel():
-            return torch.nn.functional.linear(rows, self.weight, bias)
-        return _Fp8Linear.apply(rows, self.weight, bias, self._fp8_weight, self.fuse_wgrad_accumulation)
+            x = copy_to_tensor_model_parallel_region(x, self._tp_group)
+        return _Fp8Linear.apply(x, self.weight, bias, self._fp8_weight, self.fuse_wgrad_accumulation)
 
 
 def renew_fp8_weights(model: torch.nn.Module) -> None:

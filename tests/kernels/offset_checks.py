@@ -35,7 +35,7 @@ from megatron_vl.kernels.experts.token_copies_triton import (
     scatter_rows,
     sum_rows,
 )
-from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum
+from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum, column_sums_and_rows
 from megatron_vl.kernels.layers.fp8_rows import quantize_rows
 from megatron_vl.kernels.layers.residual_norm import residual_norm
 from megatron_vl.kernels.layers.swiglu import swiglu
@@ -209,11 +209,14 @@ def launch_all() -> None:
     run(swiglu(absent(TOKENS, 2 * 29568)))  # Qwen2.5-VL-72B
     run(swiglu(absent(8 * TOKENS, 2 * 768), absent(8 * TOKENS, dtype=torch.float32)))
     run(residual_norm(absent(TOKENS, 8192), absent(8192), None, 1e-6, added=absent(TOKENS, 8192)))
-    run(residual_norm(absent(PATCHES, 1280), absent(1280), absent(1280), 1e-6))
+    run(residual_norm(absent(PATCHES, 1280), absent(1280), absent(1280), 1e-6, is_quantized=True))
     quantize_rows(absent(PATCHES, 1280))
+    column_sums_and_rows(absent(PATCHES, 3840))
     run(biased_sum(absent(PATCHES, 1280), absent(PATCHES, 1280), absent(1280)))
     run(biased_activation(absent(PATCHES, 4304), absent(4304), "gelu_tanh", is_gated=False))
-    run(biased_activation(absent(PATCHES, 2 * 3420), absent(2 * 3420), "silu", is_gated=True))
+    for is_quantized in (False, True):
+        options = {"is_gated": True, "is_quantized": is_quantized}
+        run(biased_activation(absent(PATCHES, 2 * 3420), absent(2 * 3420), "silu", **options))
 
     # The tower.
     bounds = torch.tensor([0, PATCHES - 100, PATCHES], dtype=torch.int32)

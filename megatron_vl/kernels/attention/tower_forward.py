@@ -16,6 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from megatron_vl.kernels.sizes import cdiv, next_power_of_2
+
 SEARCH_BLOCK = tl.constexpr(128)
 """Number of segment bounds that a program compares at a time to find its own segment."""
 
@@ -140,9 +142,7 @@ def store_rows(
 def _part_widths(head_dim: int) -> tuple[int, int]:
     """The widths of both parts of a head; the second may be 0."""
     first_width = 1 << (head_dim.bit_length() - 1)
-    return first_width, max(
-        16, triton.next_power_of_2(head_dim - first_width)
-    ) if head_dim > first_width else 0
+    return first_width, max(16, next_power_of_2(head_dim - first_width)) if head_dim > first_width else 0
 
 
 def make_part_descriptors(planes: Tensor, tile_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -306,7 +306,7 @@ def attention_forward(packed_qkv: Tensor, cu_seqlens: Tensor, tile: KernelTile) 
     _, num_heads, patches, head_dim = packed_qkv.shape
     attention_output = packed_qkv.new_empty(patches, num_heads, head_dim)
     # The size of a descriptor's rows must be a multiple of 16 bytes.
-    lse = packed_qkv.new_empty(num_heads, triton.cdiv(patches, 4) * 4, dtype=torch.float32)
+    lse = packed_qkv.new_empty(num_heads, cdiv(patches, 4) * 4, dtype=torch.float32)
     planes = packed_qkv.flatten(0, 1)
     descriptors = (
         *make_part_descriptors(planes, tile.own_rows),
@@ -324,14 +324,14 @@ def pack_with_rope(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tens
     num_heads = qkv.shape[1] // (3 * head_dim)
     half_dim = head_dim // 2
     packed_qkv = qkv.new_empty(3, num_heads, patches, head_dim)
-    _pack_kernel[(triton.cdiv(patches, 32), num_heads)](
+    _pack_kernel[(cdiv(patches, 32), num_heads)](
         qkv,
         packed_qkv,
         cos,
         sin,
         patches,
         HALF=half_dim,
-        TILE=triton.next_power_of_2(half_dim),
+        TILE=next_power_of_2(half_dim),
         ROWS=32,
         num_warps=4,
     )

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.sizes import next_power_of_2
 from megatron_vl.kernels.where_kernels_run import has_large_shared_memory
 
 HEADS_OF_PROGRAM = 4
@@ -205,7 +206,7 @@ def _launch_kernel(
     shared memory to load ahead, which takes 136 KiB on A100, 200 on Hopper and 208 on Blackwell.
     """
     half_dim = head_dim // 2
-    block_patches = max(16, triton.next_power_of_2(max_seqlen))
+    block_patches = max(16, next_power_of_2(max_seqlen))
     num_windows = kernel_tensors[3].numel() - 1
     has_small_tiles = block_patches <= 64
     program_heads = math.gcd(num_heads, HEADS_OF_PROGRAM) if has_small_tiles else 1
@@ -216,7 +217,7 @@ def _launch_kernel(
         num_heads,
         HALF=half_dim,
         BLOCK=block_patches,
-        TILE=max(16, triton.next_power_of_2(half_dim)),
+        TILE=max(16, next_power_of_2(half_dim)),
         HEADS=program_heads,
         STAGES=num_stages if loads_ahead else 1,
         num_warps=num_warps if has_small_tiles else 8,

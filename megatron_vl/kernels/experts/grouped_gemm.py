@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.sizes import cdiv, next_power_of_2
+
 TILE_ROWS = 128
 _PLAN_BLOCK_TILES = 128
 
@@ -227,14 +229,14 @@ def plan_tiles(rows_per_expert: Tensor, num_rows: int) -> TilePlan:
     max_tiles = num_rows // TILE_ROWS + min(num_experts, num_rows)
     expert_starts = rows_per_expert.new_empty(num_experts + 1, dtype=torch.int32)
     tile_table = rows_per_expert.new_empty(3, max_tiles, dtype=torch.int32)
-    _plan_tiles_kernel[(max(1, triton.cdiv(max_tiles, _PLAN_BLOCK_TILES)),)](
+    _plan_tiles_kernel[(max(1, cdiv(max_tiles, _PLAN_BLOCK_TILES)),)](
         rows_per_expert,
         expert_starts,
         tile_table,
         num_experts,
         max_tiles,
         ROWS=TILE_ROWS,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=next_power_of_2(num_experts),
         BLOCK=_PLAN_BLOCK_TILES,
     )
     return TilePlan(expert_starts, tile_table)
@@ -269,7 +271,7 @@ def row_product(
     output_rows = x.new_empty((x if source_rows is None else source_rows).shape[0], out_features)
     if output_rows.numel() and x.numel():
         max_tiles = tile_plan.tile_table.shape[1]
-        _row_product_kernel[(max_tiles * triton.cdiv(out_features, tile_config.tile_n),)](
+        _row_product_kernel[(max_tiles * cdiv(out_features, tile_config.tile_n),)](
             x,
             source_rows,
             weight_addresses,
@@ -307,8 +309,8 @@ def weight_product(
     if not x.shape[0] and accumulate:
         return
     triton.set_allocator(_allocate_scratch)
-    row_tiles = triton.cdiv(output_grad.shape[1], tile_config.tile_m)
-    column_tiles = triton.cdiv(x.shape[1], tile_config.tile_n)
+    row_tiles = cdiv(output_grad.shape[1], tile_config.tile_m)
+    column_tiles = cdiv(x.shape[1], tile_config.tile_n)
     _weight_product_kernel[(grad_addresses.numel() * row_tiles * column_tiles,)](
         output_grad,
         x,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.sizes import cdiv, next_power_of_2
+
 _MAX_COLUMNS = 2048
 """Largest number of columns that one program handles. One warp can hold them, even in float32."""
 _MIN_SLOTS = 32
@@ -96,15 +98,15 @@ def _copy_parts_kernel(
 
 
 def _grid_and_sizes(row_ids: Tensor, row_width: int) -> tuple[tuple[int, int], dict[str, int]]:
-    block_columns = min(triton.next_power_of_2(row_width), _MAX_COLUMNS)
+    block_columns = min(next_power_of_2(row_width), _MAX_COLUMNS)
     sizes = {
         "WIDTH": row_width,
         "COPIES": row_ids.shape[1],
-        "SLOTS": max(_MIN_SLOTS, triton.next_power_of_2(row_ids.shape[1])),
+        "SLOTS": max(_MIN_SLOTS, next_power_of_2(row_ids.shape[1])),
         "BLOCK": block_columns,
         "num_warps": 1,
     }
-    return (row_ids.shape[0], triton.cdiv(row_width, block_columns)), sizes
+    return (row_ids.shape[0], cdiv(row_width, block_columns)), sizes
 
 
 def scatter_rows(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
@@ -133,7 +135,7 @@ def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     width = x.shape[1] // row_ids.shape[1]
     scattered_parts = x.new_empty(num_rows, width)
     if x.numel() and num_rows:
-        _copy_parts_kernel[(triton.cdiv(x.numel(), _BLOCK_ELEMENTS),)](
+        _copy_parts_kernel[(cdiv(x.numel(), _BLOCK_ELEMENTS),)](
             x, row_ids, scattered_parts, x.numel(), WIDTH=width, PACK=True, BLOCK=_BLOCK_ELEMENTS
         )
     return scattered_parts
@@ -145,7 +147,7 @@ def gather_parts(y: Tensor, row_ids: Tensor) -> Tensor:
         row_ids.shape[0], row_ids.shape[1] * y.shape[1], dtype=y.dtype, device=y.device
     )
     if gathered_parts.numel():
-        _copy_parts_kernel[(triton.cdiv(gathered_parts.numel(), _BLOCK_ELEMENTS),)](
+        _copy_parts_kernel[(cdiv(gathered_parts.numel(), _BLOCK_ELEMENTS),)](
             gathered_parts,
             row_ids,
             y,

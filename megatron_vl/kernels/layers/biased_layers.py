@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_vl.kernels.layers.fp8_rows import ScaledRows, empty_rows, keep_rows, store_in_fp8
+from megatron_vl.kernels.sizes import cdiv, next_power_of_2
 
 BLOCK_COLUMNS = 256
 """In bf16, a warp reads a row of such a block at once, 16 bytes a thread."""
@@ -51,10 +52,10 @@ class WholeRows(NamedTuple):
 
     def launch(self, num_rows: int, width: int) -> tuple[tuple[int, int], dict[str, int]]:
         """The grid and the block of a kernel."""
-        columns = triton.next_power_of_2(width)
+        columns = next_power_of_2(width)
         rows = max(self.num_elements // columns, 1)
         block = {"ROWS": rows, "BLOCK": columns, "STAGES": self.num_stages, "num_warps": self.num_warps}
-        return (1, min(triton.cdiv(num_rows, rows), self.num_programs)), block
+        return (1, min(cdiv(num_rows, rows), self.num_programs)), block
 
 
 WHOLE_ROWS_SUMS = WholeRows(8192, num_programs=264, num_warps=4, num_stages=3)
@@ -161,16 +162,16 @@ class _BiasedSum(torch.autograd.Function):
 
 def launch_grid(num_rows: int, block_rows: int, width: int) -> tuple[int, int]:
     """Numbers of blocks of columns, and of programs that share the rows of each."""
-    num_column_blocks = triton.cdiv(width, BLOCK_COLUMNS)
+    num_column_blocks = cdiv(width, BLOCK_COLUMNS)
     num_row_programs = max(NUM_PROGRAMS // num_column_blocks, 1)
-    return num_column_blocks, min(triton.cdiv(num_rows, block_rows), num_row_programs)
+    return num_column_blocks, min(cdiv(num_rows, block_rows), num_row_programs)
 
 
 def _launch_options(width: int) -> dict[str, int]:
     return {
         "WIDTH": width,
         "ROWS": BLOCK_ROWS,
-        "BLOCK": min(triton.next_power_of_2(width), BLOCK_COLUMNS),
+        "BLOCK": min(next_power_of_2(width), BLOCK_COLUMNS),
         "STAGES": NUM_STAGES,
         "num_warps": NUM_WARPS,
     }
@@ -204,7 +205,7 @@ def column_sums(x: Tensor) -> Tensor:
 def column_sums_and_rows(x: Tensor) -> tuple[Tensor, ScaledRows]:
     """:func:`column_sums` of contiguous ``x`` [rows, width] with at least one row, and ``x`` in FP8."""
     num_rows, width = x.shape
-    rows = empty_rows(x)
+    rows = empty_rows(x, width)
     grid, block = WHOLE_ROWS_SUMS.launch(num_rows, width)
     program_sums = x.new_empty(grid[1], width, dtype=torch.float32)
     _column_kernel[grid](x, program_sums, *rows, num_rows, WIDTH=width, **block, IS_QUANTIZED=True)
@@ -216,7 +217,7 @@ def add_programs(program_sums: Tensor, dtype: torch.dtype) -> Tensor:
     sums = torch.empty(program_sums.shape[1:], dtype=dtype, device=program_sums.device)
     width = sums.numel()
     if width:
-        _column_kernel[triton.cdiv(width, FINAL_COLUMNS), 1](
+        _column_kernel[cdiv(width, FINAL_COLUMNS), 1](
             program_sums,
             sums,
             None,
@@ -346,8 +347,8 @@ def _activation_options(
 ) -> dict[str, Any]:
     linear, cubic = SIGMOID_COEFFICIENTS[activation_name]
     return {
-        "WIDTH": x.shape[1] // (1 + is_gated),
-        "X_WIDTH": x.shape[1],
+        "WIDTH": x.shape[-1] // (1 + is_gated),
+        "X_WIDTH": x.shape[-1],
         "IS_GATED": is_gated,
         "LINEAR": linear,
         "CUBIC": cubic,
@@ -369,17 +370,18 @@ def _activation_launch(
 
 class _BiasedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x: Tensor, bias: Tensor, activation_name: str, is_gated: bool, is_quantized: bool
-    ) -> Tensor:
-        ctx.options = _activation_options(x, activation_name, is_gated, is_quantized)
+    def forward(ctx, x: Tensor, bias: Tensor, activation: tuple[str, bool, bool]) -> Tensor:
+        # Here rows need no view of their own, which autograd would record.
+        x, bias = x.contiguous(), bias.contiguous()
+        options = ctx.options = _activation_options(x, *activation)
         ctx.save_for_backward(x, bias)
-        activated = x.new_empty(len(x), ctx.options["WIDTH"])
-        fp8_rows = empty_rows(activated) if is_quantized else None
+        activated = x.new_empty(*x.shape[:-1], options["WIDTH"])
+        fp8_rows = empty_rows(activated, options["WIDTH"]) if options["IS_QUANTIZED"] else None
         if activated.numel():
-            grid, block = _activation_launch(ctx.options, len(x), FORWARD_ROWS, WHOLE_ROWS_FORWARD)
+            num_rows = x.numel() // options["X_WIDTH"]
+            grid, block = _activation_launch(options, num_rows, FORWARD_ROWS, WHOLE_ROWS_FORWARD)
             fp8_pointers = fp8_rows or (None, None)
-            _forward_kernel[grid](x, bias, activated, *fp8_pointers, len(x), **ctx.options, **block)
+            _forward_kernel[grid](x, bias, activated, *fp8_pointers, num_rows, **options, **block)
         if fp8_rows:
             keep_rows(activated, fp8_rows)
         return activated
@@ -387,12 +389,13 @@ class _BiasedActivation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_grad: Tensor):
         x, bias = ctx.saved_tensors
+        options, is_trained = ctx.options, ctx.needs_input_grad[1]
+        num_rows = x.numel() // options["X_WIDTH"]
         x_grad = torch.empty_like(x)
-        is_trained, is_quantized = ctx.needs_input_grad[1], ctx.options["IS_QUANTIZED"]
-        fp8_rows = empty_rows(x) if is_quantized else None
-        grid, block = _activation_launch(ctx.options, len(x), BACKWARD_ROWS, WHOLE_ROWS_BACKWARD)
-        bias_grads = x.new_empty(grid[1] if is_trained else 0, x.shape[1], dtype=torch.float32)
-        if x.numel():
+        fp8_rows = empty_rows(x, options["X_WIDTH"]) if options["IS_QUANTIZED"] else None
+        grid, block = _activation_launch(options, num_rows, BACKWARD_ROWS, WHOLE_ROWS_BACKWARD)
+        bias_grads = x.new_empty(grid[1] if is_trained else 0, options["X_WIDTH"], dtype=torch.float32)
+        if num_rows:
             _backward_kernel[grid](
                 x,
                 bias,
@@ -400,15 +403,14 @@ class _BiasedActivation(torch.autograd.Function):
                 x_grad,
                 bias_grads,
                 *(fp8_rows or (None, None)),
-                x.shape[0],
-                **ctx.options,
+                num_rows,
+                **options,
                 **block,
                 IS_TRAINED=is_trained,
             )
         if fp8_rows:
             keep_rows(x_grad, fp8_rows)
-        bias_grad = add_programs(bias_grads, bias.dtype) if is_trained else None
-        return x_grad, bias_grad, None, None, None
+        return x_grad, add_programs(bias_grads, bias.dtype) if is_trained else None, None
 
 
 def can_write_fp8(width: int) -> bool:
@@ -416,16 +418,16 @@ def can_write_fp8(width: int) -> bool:
 
     A block has a power of two of columns. With 4,304 of 8,192, they take 1.5 times as long as both kernels.
     """
-    return 4 * width >= 3 * triton.next_power_of_2(width)
+    return 4 * width >= 3 * next_power_of_2(width)
 
 
 def activation_in_fp8(x: Tensor, bias: Tensor, activation_name: str, *, is_gated: bool) -> ScaledRows:
     """:func:`biased_activation` of contiguous ``x``, at least one row, only in FP8, without autograd."""
-    flat_rows = x.flatten(0, -2)
-    options = _activation_options(flat_rows, activation_name, is_gated, is_quantized=True)
-    rows = empty_rows(flat_rows[:, : options["WIDTH"]])
-    grid, block = WHOLE_ROWS_FORWARD.launch(len(flat_rows), options["WIDTH"])
-    _forward_kernel[grid](flat_rows, bias, None, *rows, len(flat_rows), **options, **block)
+    options = _activation_options(x, activation_name, is_gated, is_quantized=True)
+    rows = empty_rows(x, options["WIDTH"])
+    num_rows = len(rows.values)
+    grid, block = WHOLE_ROWS_FORWARD.launch(num_rows, options["WIDTH"])
+    _forward_kernel[grid](x, bias, None, *rows, num_rows, **options, **block)
     return rows
 
 
@@ -446,6 +448,4 @@ def biased_activation(
     Returns:
         [..., F] in the type of ``x``.
     """
-    flat_rows = x.reshape(-1, x.shape[-1]).contiguous()
-    activated = _BiasedActivation.apply(flat_rows, bias.contiguous(), activation_name, is_gated, is_quantized)
-    return activated.view(*x.shape[:-1], activated.shape[1])
+    return _BiasedActivation.apply(x, bias, (activation_name, is_gated, is_quantized))

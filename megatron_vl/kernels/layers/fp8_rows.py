@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.sizes import next_power_of_2
+
 
 class ScaledRows(NamedTuple):
     values: Tensor
@@ -47,15 +49,16 @@ def _quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr):
 def quantize_rows(x: Tensor) -> ScaledRows:
     """``x``, contiguous [rows, width], in FP8."""
     rows, width = x.shape
-    quantized = empty_rows(x)
-    _quantize_kernel[rows,](x, *quantized, width, BLOCK=triton.next_power_of_2(width), num_warps=4)
+    quantized = empty_rows(x, width)
+    _quantize_kernel[rows,](x, *quantized, width, BLOCK=next_power_of_2(width), num_warps=4)
     return quantized
 
 
-def empty_rows(x: Tensor) -> ScaledRows:
-    """Memory for ``x``, [rows, width], in FP8."""
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    return ScaledRows(values, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device))
+def empty_rows(x: Tensor, width: int) -> ScaledRows:
+    """Memory for rows of ``x`` in FP8, or as many of another ``width``."""
+    num_rows = x.numel() // x.shape[-1]
+    values = x.new_empty(num_rows, width, dtype=torch.float8_e4m3fn)
+    return ScaledRows(values, x.new_empty(num_rows, 1, dtype=torch.float32))
 
 
 _kept: list[tuple[Tensor, int, ScaledRows]] = []
@@ -78,15 +81,21 @@ def rows_of(x: Tensor) -> ScaledRows:
 
 
 def row_scaled_product(left: ScaledRows, right: ScaledRows, bias: Tensor | None = None) -> Tensor:
-    """bf16 [M, N] of ``left`` [M, K] and ``right`` [N, K], plus ``bias`` [N]; 16 must divide K and N."""
+    """bf16 [M, N] of ``left`` [M, K] and ``right`` [K, N], plus ``bias`` [N]; 16 must divide K and N."""
     return torch._scaled_mm(
         left.values,
-        right.values.t(),
+        right.values,
         left.scale,
-        right.scale.t(),
+        right.scale,
         bias=bias,
         out_dtype=torch.bfloat16,
         # Sums of 128 products in fp32 would take up to 1.3 times as long. Transformer Engine and torchao do
         # without them in the forward pass too, torchao with such scales also in the backward pass.
         use_fast_accum=True,
     )
+
+
+def quantize_columns(x: Tensor) -> ScaledRows:
+    """``x`` [N, K] in FP8 as the right factor of a product: values [K, N] and scale [1, N]."""
+    rows = quantize_rows(x)
+    return ScaledRows(rows.values.t(), rows.scale.t())

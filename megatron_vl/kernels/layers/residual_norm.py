@@ -14,6 +14,8 @@ The sums of the programs are added in a fixed order, so that gradients are deter
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,12 +23,13 @@ from torch import Tensor
 
 from megatron_vl.kernels.layers.biased_layers import add_programs, column_sums
 from megatron_vl.kernels.layers.fp8_rows import empty_rows, keep_rows, store_in_fp8
+from megatron_vl.kernels.sizes import next_power_of_2
 
 FORWARD_COLUMNS_PER_WARP = 512
 BACKWARD_COLUMNS_PER_WARP = 256
 BACKWARD_PROGRAMS = 528
 """Number of programs of the backward pass: four for each of the 132 processors of an H100 or H200."""
-BACKWARD_STAGES = 2
+BACKWARD_STAGES = 3
 """How many rows of a program are read at a time, the one in work included."""
 
 
@@ -121,6 +124,14 @@ def _backward_kernel(
             tl.store(grad_pointers + WIDTH, bias_grad, mask=column_mask)
 
 
+class _NormOptions(NamedTuple):
+    """One argument of autograd's function, which takes a microsecond for each."""
+
+    eps: float
+    is_zero_centered: bool
+    is_quantized: bool
+
+
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -130,28 +141,29 @@ class _ResidualNorm(torch.autograd.Function):
         added_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        eps: float,
-        is_zero_centered: bool,
-        is_quantized: bool,
+        norm_options: _NormOptions,
     ) -> tuple[Tensor, Tensor]:
-        num_rows, width = x.shape
+        # Here rows need no view of their own, which autograd would record.
+        x, added = x.contiguous(), None if added is None else added.contiguous()
+        width = x.shape[-1]
+        num_rows = x.numel() // width
         normalized = torch.empty_like(x)
         residual = x if added is None else torch.empty_like(x)
-        inverse_stds = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+        inverse_stds = x.new_empty(num_rows, dtype=torch.float32)
         means = None if bias is None else torch.empty_like(inverse_stds)
         ctx.options = {
             "WIDTH": width,
-            "BLOCK": triton.next_power_of_2(width),
+            "BLOCK": next_power_of_2(width),
             "IS_CENTERED": bias is not None,
-            "WEIGHT_OFFSET": float(is_zero_centered),
+            "WEIGHT_OFFSET": float(norm_options.is_zero_centered),
         }
-        fp8_rows = empty_rows(x) if is_quantized else None
+        fp8_rows = empty_rows(x, width) if norm_options.is_quantized else None
         if num_rows:
             _forward_kernel[num_rows,](
                 x, added, added_bias, residual, weight, bias, normalized, means, inverse_stds,
-                *(fp8_rows or (None, None)), EPS=eps, **ctx.options,
-                HAS_ADDED=added is not None, HAS_ADDED_BIAS=added_bias is not None, IS_QUANTIZED=is_quantized,
-                num_warps=_num_warps(width, FORWARD_COLUMNS_PER_WARP),
+                *(fp8_rows or (None, None)), EPS=norm_options.eps, **ctx.options,
+                HAS_ADDED=added is not None, HAS_ADDED_BIAS=added_bias is not None,
+                IS_QUANTIZED=fp8_rows is not None, num_warps=_num_warps(width, FORWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
         if fp8_rows:
             keep_rows(normalized, fp8_rows)
@@ -176,7 +188,7 @@ class _ResidualNorm(torch.autograd.Function):
                 )
         added_grad = x_grad if needs_added_grad else None
         added_bias_grad = column_sums(x_grad) if needs_added_bias_grad else None
-        return x_grad, added_grad, added_bias_grad, *weight_grads, None, None, None
+        return x_grad, added_grad, added_bias_grad, *weight_grads, None
 
     @staticmethod
     def _norm_gradients(
@@ -186,22 +198,23 @@ class _ResidualNorm(torch.autograd.Function):
         x, weight, means, inverse_stds = ctx.saved_tensors
         residual_grad = None if residual_grad is None else residual_grad.contiguous()
         x_grad = torch.empty_like(x)
-        num_programs = min(x.shape[0], BACKWARD_PROGRAMS)
+        num_rows, width = inverse_stds.numel(), x.shape[-1]
+        num_programs = min(num_rows, BACKWARD_PROGRAMS)
         parameter_grads = x.new_empty(
-            num_programs if is_trained else 0, 1 + (means is not None), x.shape[1], dtype=torch.float32
+            num_programs if is_trained else 0, 1 + (means is not None), width, dtype=torch.float32
         )
         if num_programs:
             _backward_kernel[num_programs,](
                 x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads,
-                x.shape[0], **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
+                num_rows, **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
                 IS_TRAINED=is_trained, STAGES=BACKWARD_STAGES,
-                num_warps=_num_warps(x.shape[1], BACKWARD_COLUMNS_PER_WARP),
+                num_warps=_num_warps(width, BACKWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
         return x_grad, parameter_grads
 
 
 def _num_warps(width: int, columns_per_warp: int) -> int:
-    return min(max(triton.next_power_of_2(width) // columns_per_warp, 1), 16)
+    return min(max(next_power_of_2(width) // columns_per_warp, 1), 16)
 
 
 def residual_norm(
@@ -232,10 +245,5 @@ def residual_norm(
     Returns:
         Two tensors of the shape and type of ``x``. The second shares its memory, unless something is added.
     """
-    flat_rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if added is not None:
-        added = added.reshape(flat_rows.shape).contiguous()
-    normalized, residual = _ResidualNorm.apply(
-        flat_rows, added, added_bias, weight, bias, eps, is_zero_centered, is_quantized
-    )
-    return normalized.view(x.shape), residual.view(x.shape)
+    norm_options = _NormOptions(eps, is_zero_centered, is_quantized)
+    return _ResidualNorm.apply(x, added, added_bias, weight, bias, norm_options)

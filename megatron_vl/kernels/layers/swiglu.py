@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.sizes import cdiv, next_power_of_2
+
 
 @triton.jit
 def _load_block(row_pointer, column_index, column_mask):
@@ -138,7 +140,7 @@ def swiglu_backward(
 
 def _grid_and_options(output_like: Tensor, is_weighted: bool) -> tuple[tuple[int, int], dict[str, int]]:
     num_rows, width = output_like.shape
-    block_columns = triton.next_power_of_2(width)
+    block_columns = next_power_of_2(width)
     if not is_weighted:
         block_columns = min(block_columns, 2048)
     options = {
@@ -146,7 +148,7 @@ def _grid_and_options(output_like: Tensor, is_weighted: bool) -> tuple[tuple[int
         "BLOCK": block_columns,
         "num_warps": 4 if block_columns <= 2048 else 8,
     }
-    return (num_rows, triton.cdiv(width, block_columns)), options
+    return (num_rows, cdiv(width, block_columns)), options
 
 
 def swiglu(x: Tensor, row_weights: Tensor | None = None) -> Tensor:

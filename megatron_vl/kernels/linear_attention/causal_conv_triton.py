@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
+from megatron_vl.kernels.sizes import cdiv
 
 _BLOCK_CHANNELS = 256
 _BLOCK_TOKENS = 16
@@ -203,7 +204,7 @@ def _backward_kernel(
 
 
 def _launch_grid(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(x.shape[1], _BLOCK_CHANNELS) * triton.cdiv(x.shape[0], _BLOCK_TOKENS),)
+    return (cdiv(x.shape[1], _BLOCK_CHANNELS) * cdiv(x.shape[0], _BLOCK_TOKENS),)
 
 
 def forward(x: Tensor, weight: Tensor, segments: Tensor, halo: Tensor | None = None) -> Tensor:
@@ -222,7 +223,7 @@ def backward(
     """Returns the gradients of x, weight and halo. The channels of ``dout`` [S, C] are contiguous."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dhalo = None if halo is None else torch.empty_like(halo)
-    token_blocks = triton.cdiv(x.shape[0], _BLOCK_TOKENS)
+    token_blocks = cdiv(x.shape[0], _BLOCK_TOKENS)
     dweight = torch.empty(token_blocks, 4, x.shape[1], dtype=torch.float32, device=x.device)
     _backward_kernel[_launch_grid(x)](
         x, weight, segments, halo, dout, dx, dweight, dhalo, x.shape[0], x.stride(0), dout.stride(0),

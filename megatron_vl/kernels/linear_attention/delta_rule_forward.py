@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
 from megatron_vl.kernels.sizes import DELTA_CHUNK as CHUNK_TOKENS
+from megatron_vl.kernels.sizes import cdiv
 from megatron_vl.kernels.where_kernels_run import has_large_shared_memory
 
 BASE_BLOCK = 16
@@ -417,7 +418,7 @@ def run_forward(
         The outputs [S, Vh, V], and what :func:`run_backward` needs.
     """
     num_tokens, num_value_heads, value_width = v.shape
-    num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), read_kernel_sizes(q, v)
+    num_chunks, kernel_sizes = cdiv(num_tokens, CHUNK_TOKENS), read_kernel_sizes(q, v)
     tile_shape = (num_chunks, num_value_heads, CHUNK_TOKENS)
     system_inverse, w, u, delta_values = (
         v.new_empty(*tile_shape, n) for n in (CHUNK_TOKENS, q.shape[2], value_width, value_width)
@@ -448,14 +449,14 @@ def run_forward(
             if exchange.route.is_spanned:
                 transition = log_decay.new_empty(num_value_heads, q.shape[2], q.shape[2], dtype=torch.float32)
                 columns += q.shape[2]
-            scan_kernel[triton.cdiv(columns, scan_options["COLUMNS"]), num_value_heads](
+            scan_kernel[cdiv(columns, scan_options["COLUMNS"]), num_value_heads](
                 k, w, u, write_scale, state_decay, None, None, None, local_state, transition,
                 num_tokens, exchange.route.last_start // CHUNK_TOKENS, num_chunks, token_strides[1],
                 **kernel_sizes, **scan_options, INITIAL=False, MAP=True,
             )  # fmt: skip
         initial = exchange.initial_state(local_state, transition)
 
-    scan_kernel[triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads](
+    scan_kernel[cdiv(value_width, scan_options["COLUMNS"]), num_value_heads](
         k, w, u, write_scale, state_decay, chunk_states, delta_values, initial, final_state, None,
         num_tokens, 0, num_chunks, token_strides[1],
         **kernel_sizes, **scan_options, INITIAL=continues, MAP=False,

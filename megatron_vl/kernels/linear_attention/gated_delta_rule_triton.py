@@ -68,6 +68,7 @@ from megatron_vl.kernels.linear_attention.delta_rule_forward import (
 )
 from megatron_vl.kernels.linear_attention.gated_norm_triton import contiguous_heads
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
+from megatron_vl.kernels.sizes import cdiv
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -402,7 +403,7 @@ def run_backward(
         torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
     )
     num_tokens, num_value_heads, value_width = v.shape
-    num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), read_kernel_sizes(q, v)
+    num_chunks, kernel_sizes = cdiv(num_tokens, CHUNK_TOKENS), read_kernel_sizes(q, v)
     tile_shape = (num_chunks, num_value_heads, CHUNK_TOKENS)
     w, w_back = (v.new_empty(*tile_shape, q.shape[2]) for _ in range(2))
     u, z, delta_values, delta_grads = (v.new_empty(*tile_shape, value_width) for _ in range(4))
@@ -428,7 +429,7 @@ def run_backward(
     )  # fmt: skip
 
     scan_options = choose_scan_options(v)
-    scans = triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads
+    scans = cdiv(value_width, scan_options["COLUMNS"]), num_value_heads
     final_state_grad = None
     goes_on = exchange is not None and exchange.route.tokens_after > 0
     if exchange is not None and goes_on:
@@ -437,7 +438,7 @@ def run_backward(
             # From the outputs of the first sequence's chunks; what a scan stores of each is not needed.
             backward_scan_kernel[scans](
                 q, k, w_back, z, output_grad, read_scale, beta_scale, state_decay, None, None, gradient, None,
-                num_tokens, triton.cdiv(exchange.route.first_end, CHUNK_TOKENS), *token_strides[:2],
+                num_tokens, cdiv(exchange.route.first_end, CHUNK_TOKENS), *token_strides[:2],
                 **kernel_sizes, **scan_options, OF_FINAL=False, INITIAL=True, STORE=False,
             )  # fmt: skip
         final_state_grad = exchange.final_gradient(gradient, saved.transition)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.sizes import cdiv
+
 _BLOCK_ROWS = 16
 """Rows of a block. A row is one head of one token."""
 _BLOCKS_PER_PROGRAM = 8
@@ -87,7 +89,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.eps = eps
         norm_output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows = x.shape[0] * x.shape[1]
-        _forward_kernel[triton.cdiv(rows, _BLOCK_ROWS),](
+        _forward_kernel[cdiv(rows, _BLOCK_ROWS),](
             x, gate, weight, norm_output, rows, gate.stride(0),
             EPS=eps, HEADS=x.shape[1], WIDTH=x.shape[2], ROWS=_BLOCK_ROWS, num_warps=4,
         )  # fmt: skip
@@ -101,7 +103,7 @@ class _GatedNorm(torch.autograd.Function):
             torch.empty(x.shape, dtype=input_tensor.dtype, device=x.device) for input_tensor in (x, gate)
         )
         rows = x.shape[0] * x.shape[1]
-        num_programs = triton.cdiv(rows, _BLOCK_ROWS * _BLOCKS_PER_PROGRAM)
+        num_programs = cdiv(rows, _BLOCK_ROWS * _BLOCKS_PER_PROGRAM)
         weight_grads = torch.empty(num_programs, x.shape[2], dtype=torch.float32, device=x.device)
         _backward_kernel[num_programs,](
             x, gate, weight, output_grad, x_grad, gate_grad, weight_grads, rows, gate.stride(0),

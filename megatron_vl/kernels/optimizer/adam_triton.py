@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.sizes import cdiv
+
 BLOCK_ELEMENTS = 2048
 # The factors of the hash in :mod:`megatron_vl.kernels.optimizer.adam`.
 _SECOND = tl.constexpr(0x9E3779B1 - (1 << 32))
@@ -65,7 +67,7 @@ def _join_kernel(weight_pointer, low_pointer, exp_avg_sq, master_pointer, total,
 def split_master(master_weight: Tensor, weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor) -> None:
     """master and exp_avg_sq fp32 [N], weight bf16 [N], low int16 [N]; N below 2^31."""
     if count := master_weight.numel():
-        _split_kernel[(triton.cdiv(count, HALVES_BLOCK),)](
+        _split_kernel[(cdiv(count, HALVES_BLOCK),)](
             master_weight.view(torch.int32),
             weight.view(torch.int16),
             low_bits,
@@ -78,7 +80,7 @@ def split_master(master_weight: Tensor, weight: Tensor, low_bits: Tensor, exp_av
 def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_weight: Tensor) -> None:
     """weight bf16 [N], low int16 [N], master and exp_avg_sq fp32 [N]; N below 2^31."""
     if count := master_weight.numel():
-        _join_kernel[(triton.cdiv(count, HALVES_BLOCK),)](
+        _join_kernel[(cdiv(count, HALVES_BLOCK),)](
             weight.view(torch.int16),
             low_bits,
             exp_avg_sq.view(torch.int32),
