@@ -90,35 +90,31 @@ class Fp8Rows:
     _tp_group: torch.distributed.ProcessGroup
     _fp8_weight: Fp8Weight
 
-    def forward(self, x: "Tensor | ScaledRows") -> tuple[Tensor, Tensor | None]:
-        """[P, 1, in] -> ([P, 1, out], bias to add or None), without autograd if ``x`` is in FP8"""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[P, 1, in] -> ([P, 1, out], bias to add or None)"""
         # Core's schedules set the flag before a step's first row: the optimizer has changed the weight.
         if self.is_first_microbatch:
             self._fp8_weight = Fp8Weight(self.weight)
             self.is_first_microbatch = False
         bias = self.bias if self.use_bias else None
         is_row, is_sharded = self.parallel_mode == "row", self.tp_size > 1
-        # Bias gradients cost least beside the cast of the output's. But fc1's comes with the activation's.
+        # A bias's gradient costs least beside the cast of the output's. fc1's comes with the activation's.
         adds_bias = not is_sharded if is_row else not self.te_return_bias
         product_bias = bias if adds_bias else None
 
-        output = self._multiply(x, product_bias)
+        if is_sharded and not is_row:
+            x = copy_to_tensor_model_parallel_region(x, self._tp_group)
+        if x.numel():
+            main_grad = self.fuse_wgrad_accumulation
+            output = _Fp8Linear.apply(x, self.weight, product_bias, self._fp8_weight, main_grad)
+        else:
+            output = torch.nn.functional.linear(x, self.weight, product_bias)
         if is_sharded and is_row:
             output = reduce_from_tensor_model_parallel_region(output, self._tp_group)
+
         if adds_bias or self.te_return_bias:
             return output, None if adds_bias else bias
         return (output if bias is None else output + bias), None
-
-    def _multiply(self, x: "Tensor | ScaledRows", bias: Tensor | None) -> Tensor:
-        from megatron_vl.kernels.layers.fp8_rows import row_scaled_product
-
-        if not isinstance(x, Tensor):
-            return row_scaled_product(x, self._fp8_weight.forward_factor, bias)[:, None]
-        if not x.numel():
-            return torch.nn.functional.linear(x, self.weight, bias)
-        if self.tp_size > 1 and self.parallel_mode != "row":
-            x = copy_to_tensor_model_parallel_region(x, self._tp_group)
-        return _Fp8Linear.apply(x, self.weight, bias, self._fp8_weight, self.fuse_wgrad_accumulation)
 
 
 def renew_fp8_weights(model: torch.nn.Module) -> None:

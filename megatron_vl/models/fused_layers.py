@@ -109,13 +109,6 @@ class FusedMLP(MLP):
         """[S, 1, H] -> ([S, 1, H], bias to add or None)"""
         assert per_token_scale is None, "for experts only"
         intermediate_states, bias = self.linear_fc1(hidden_states)
-        if bias is not None and not torch.is_grad_enabled() and self._is_in_fp8(intermediate_states):
-            from megatron_vl.kernels.layers.biased_layers import activation_in_fp8
-
-            options = {"is_gated": self.config.gated_linear_unit}
-            return self.linear_fc2(
-                activation_in_fp8(intermediate_states, bias, self.activation_name, **options)
-            )
         activated_states = self._apply_activation(intermediate_states, bias)
         if not self.recompute_activation or not activated_states.requires_grad:
             return self.linear_fc2(activated_states)
@@ -124,21 +117,13 @@ class FusedMLP(MLP):
         ):
             return self.linear_fc2(activated_states)
 
-    def _is_in_fp8(self, intermediate_states: Tensor) -> bool:
-        """Whether the activation's kernels write FP8 for ``linear_fc2``. Adapters around it need bf16."""
-        if not isinstance(self.linear_fc2, Fp8Rows) or not intermediate_states.numel():
-            return False
-        from megatron_vl.kernels.layers.biased_layers import can_write_fp8
-
-        return can_write_fp8(intermediate_states.shape[-1] // (1 + self.config.gated_linear_unit))
-
     def _apply_activation(self, intermediate_states: Tensor, bias: Tensor | None) -> Tensor:
         is_gated = self.config.gated_linear_unit
         if bias is not None:
             if runs_on_kernels(intermediate_states):
                 from megatron_vl.kernels.layers.biased_layers import biased_activation
 
-                options = {"is_gated": is_gated, "is_quantized": self._is_in_fp8(intermediate_states)}
+                options = {"is_gated": is_gated, "is_quantized": isinstance(self.linear_fc2, Fp8Rows)}
                 return biased_activation(intermediate_states, bias, self.activation_name, **options)
             intermediate_states = intermediate_states + bias
 

@@ -122,7 +122,7 @@ class Evaluate(Hook):
                 batches = BatchBroadcast(self.grid, self.platform, row_iterator, num_rows, spec=self.spec)
                 rows = batches.next_batch().rows
                 reports = run_schedule(chunks, rows, seq_len=self.config.data.seq_len, forward_only=True)
-                sums = sums + reduce_losses(reports, rows, self.grid)[0]
+                sums = sums + reduce_losses(reports, rows, self.grid).read()[0]
                 rows.clear()  # frees their memory before the next rows are loaded
         self.platform.synchronize()  # the time includes what still runs on the device
         loss_sum, loss_tokens, more_metrics, more_text = split_sums(sums)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
@@ -148,32 +148,24 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
     }
 
 
-class GradientNorms(NamedTuple):
-    """Norms over the whole model of gradients that are sums over tokens."""
-
-    has_overflow: bool
-    norms: list[float]
-    """Of the model, and of the group with a norm of its own."""
-
-
 @torch.no_grad()
-def read_gradient_norms(optimizer: ChainedOptimizer, own_norm_group: str | None = None) -> GradientNorms:
-    """Prepares gradients for :func:`clip_and_update`. Collective; the host waits for the device.
+def gradient_norms(optimizer: ChainedOptimizer, own_norm_group: str | None = None) -> list[float]:
+    """The norm over the whole model of gradients that are sums over tokens, and that of ``own_norm_group``.
 
-    Args:
-        own_norm_group: see :func:`clip_and_update`.
+    Collective; the host waits for the device.
     """
     has_overflow = optimizer.prepare_grads()
-    norms = [float(optimizer.get_grad_norm() or 0.0)]
+    norm = float(optimizer.get_grad_norm() or 0.0)
+    norms = [math.nan if has_overflow else norm]
     if own_norm_group is not None:
         norms.append(_group_norm(optimizer, own_norm_group))
-    return GradientNorms(has_overflow, norms)
+    return norms
 
 
 @torch.no_grad()
 def clip_and_update(
     optimizer: ChainedOptimizer,
-    gradient_norms: GradientNorms,
+    token_norms: list[float],
     loss_tokens: int,
     is_loss_finite: bool,
     own_norm_group: str | None = None,
@@ -188,6 +180,7 @@ def clip_and_update(
     rank, decides: if it is not finite, or is zero, weights, moments and Adam's step count do not change.
 
     Args:
+        token_norms: what :func:`gradient_norms` returned.
         is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
         own_norm_group: the parameters with this ``grad_norm_group`` are clipped by their own norm, so that
             the update of all others is what it is without them.
@@ -196,11 +189,11 @@ def clip_and_update(
         (whether the weights were updated, the global norm of the divided gradients before they are clipped).
     """
     gradient_scale = 1.0 / max(1, loss_tokens)
-    norms = [norm * gradient_scale for norm in gradient_norms.norms]
+    norms = [norm * gradient_scale for norm in token_norms]
     # Without the group, the model would skip a step without gradients.
     is_skipped_alone = own_norm_group is not None and optimizer.trains_model and not norms[0]
     grad_norm = 0.0 if is_skipped_alone else math.hypot(*norms)
-    if gradient_norms.has_overflow or not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
+    if not is_loss_finite or not math.isfinite(grad_norm) or not grad_norm:
         if state_chunks := chunked_state(optimizer):
             state_chunks.chunk_streamer.drop_slots()
         return False, grad_norm

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.ddp import ReplicaDDP, connect_absent_tower
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.system import progress
-from megatron_vl.training.optimizer import clip_and_update, read_gradient_norms
+from megatron_vl.training.optimizer import clip_and_update, gradient_norms
 from megatron_vl.training.rows.row_shards import pin_memory
 from megatron_vl.training.source_counts import SourceCounts
 
@@ -242,20 +242,17 @@ def train_step(
 
     # The flags travel with the losses, so that they need no collective of their own.
     progress.enter_phase(progress.UPDATING_WEIGHTS)
-    flags = has_failed, stop_requested
-    device_sums = sum_losses(row_reports, rows, grid, flags, local_source_counts)
+    device_sums = reduce_losses(row_reports, rows, grid, (has_failed, stop_requested), local_source_counts)
     mtp_config = get_attr_wrapped_model(model_chunks[0], "mtp_config")
     own_norm_group = MTP_GRAD_NORM_GROUP if mtp_config.loss and mtp_config.trains == "head" else None
-    # The host waits for the device here, once: what the norms need is launched behind the backward passes.
-    gradient_norms = read_gradient_norms(optimizer, own_norm_group)
-    sums, (any_failed, any_stop), source_counts = read_sums(
-        device_sums, rows, len(flags), local_source_counts
-    )
+    # The host waits for the device here, once: what norms need is launched behind the backward passes.
+    norms = gradient_norms(optimizer, own_norm_group)
+    sums, (any_failed, any_stop), source_counts = device_sums.read()
     loss_sum, loss_tokens, more_metrics, more_text = split_sums(sums)
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
 
     is_updated, grad_norm = clip_and_update(
-        optimizer, gradient_norms, loss_tokens, math.isfinite(mean_loss), own_norm_group, before_update
+        optimizer, norms, loss_tokens, math.isfinite(mean_loss), own_norm_group, before_update
     )
     # A zero gradient is skipped too: an update would still decay moments and weights.
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
@@ -283,40 +280,43 @@ def train_step(
     )
 
 
+class DeviceSums(NamedTuple):
+    """Sums of losses, flags, and samples, loss tokens and losses by source, in one tensor on the device."""
+
+    values: Tensor
+    num_sums: int
+    num_flags: int
+
+    def read(self) -> tuple[Tensor, list[bool], SourceCounts | None]:
+        """Waits for the device.
+
+        Returns:
+            (sums, float64 [2] or [5] on the host, for :func:`split_sums`; for each flag whether any rank has
+            set it; numbers by source, if the data set is a blend), equal on every rank.
+        """
+        bounds = [self.num_sums, self.num_sums + self.num_flags]
+        loss_sums, flags, counts = self.values.cpu().tensor_split(bounds)
+        return loss_sums, (flags > 0).tolist(), SourceCounts(*counts.view(3, -1)) if len(counts) else None
+
+
 def reduce_losses(
     row_reports: list[dict[str, Tensor]],
     rows: list[DeviceRow],
     grid: ProcessGrid,
     local_flags: tuple[bool, ...] = (),
     local_source_counts: SourceCounts | None = None,
-) -> tuple[Tensor, list[bool], SourceCounts | None]:
-    """:func:`sum_losses`, and :func:`read_sums` of the result. Collective."""
-    sums = sum_losses(row_reports, rows, grid, local_flags, local_source_counts)
-    return read_sums(sums, rows, len(local_flags), local_source_counts)
-
-
-def sum_losses(
-    row_reports: list[dict[str, Tensor]],
-    rows: list[DeviceRow],
-    grid: ProcessGrid,
-    local_flags: tuple[bool, ...],
-    local_source_counts: SourceCounts | None,
-) -> Tensor:
+) -> DeviceSums:
     """Adds up the losses of the global batch over all ranks. Collective; the host does not wait.
 
     Args:
         row_reports: what :func:`run_schedule` returned for ``rows``, those of this rank.
         local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is
             not a blend.
-
-    Returns:
-        float64 on the device: sums of the losses (2, or 5 with multi-token prediction), flags, and samples,
-        loss tokens and losses of each source.
     """
     # The losses of a row lie in equal copies on all tensor-parallel ranks of the last stage, and in parts on
     # its context-parallel ranks. All ranks of a replica know the counts of its rows, so only one of them adds
     # them.
-    num_sums = _num_sums(rows)
+    num_sums = 5 if rows[0].whole_row is not None else 2  # 5 with multi-token prediction
     sums = torch.tensor([0.0] * num_sums + [*local_flags], dtype=torch.float64)
     has_loss = grid.pp_rank == grid.pp - 1 and grid.tp_rank == 0
     if local_source_counts is not None:
@@ -330,26 +330,7 @@ def sum_losses(
             num_sources = len(local_source_counts.losses)
             sums[-num_sources:] += _loss_by_source(row_reports, num_sources)
     dist.all_reduce(sums)  # one for all numbers of the step
-    return sums
-
-
-def read_sums(
-    device_sums: Tensor, rows: list[DeviceRow], num_flags: int, local_source_counts: SourceCounts | None
-) -> tuple[Tensor, list[bool], SourceCounts | None]:
-    """Reads what :func:`sum_losses` returned: the host waits for the device.
-
-    Returns:
-        (sums, float64 [2] or [5] on the host, for :func:`split_sums`; for each flag whether any rank has set
-        it; numbers by source), equal on every rank.
-    """
-    num_sums = _num_sums(rows)
-    loss_sums, flags, counts = device_sums.cpu().tensor_split([num_sums, num_sums + num_flags])
-    source_counts = SourceCounts(*counts.view(3, -1)) if local_source_counts is not None else None
-    return loss_sums, (flags > 0).tolist(), source_counts
-
-
-def _num_sums(rows: list[DeviceRow]) -> int:
-    return 5 if rows[0].whole_row is not None else 2
+    return DeviceSums(sums, num_sums, len(local_flags))
 
 
 def split_sums(sums: Tensor) -> tuple[float, int, dict[str, float], str]:

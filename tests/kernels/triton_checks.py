@@ -48,7 +48,6 @@ from megatron_vl.kernels.layers import biased_layers as sum_kernels
 from megatron_vl.kernels.layers import fp8_rows
 from megatron_vl.kernels.layers import residual_norm as norm_kernels
 from megatron_vl.kernels.layers.biased_layers import (
-    activation_in_fp8,
     biased_activation,
     biased_sum,
     column_sums,
@@ -217,7 +216,7 @@ def on_gpu() -> dict[str, float]:
         "linear in FP8": fp8_error(17_724, 1280, 3840),
         "linear in FP8, narrow": fp8_error(1001, 6912, 144),
         "rows in FP8 beside bf16": kept_rows_error(17_724, 1280, **bf16),
-        "wide rows in FP8 beside bf16": kept_rows_error(1001, 4304, **bf16),
+        "wide rows in FP8 beside bf16": kept_rows_error(1001, 3456, **bf16),
         "linear of Transformer Engine": linear_error(17_724, 1280, 3840),
         "SwiGLU with a bias": activation_error("silu", 17_724, 3456, is_gated=True, **bf16),
         "GELU with a bias": activation_error("gelu_tanh", 17_724, 4352, **bf16),
@@ -386,7 +385,6 @@ def kept_rows_error(rows: int, width: int, **kind: Any) -> float:
     for tensor, its_bias, name in ((x, bias, "gelu_tanh"), (gated, gated_bias, "silu")):
         options = {"activation_name": name, "is_gated": tensor is gated}
         y = take_rows(biased_activation(tensor, its_bias, **options, is_quantized=True))
-        pairs.append((activation_in_fp8(tensor, its_bias, **options), quantize_rows(y)))
         take_rows(*torch.autograd.grad(y, tensor, torch.randn_like(y)))
 
     # Rows of another tensor, and of one that was changed since.
@@ -688,7 +686,7 @@ def main() -> None:
         "GELU with a bias, more rows than programs": activation_error("gelu_tanh", 100, 5),
         "QuickGELU with a bias, one row": activation_error("quick_gelu", 1, 24),
         "linear in FP8": exact_fp8_error(37, 150, 48),
-        "rows in FP8 beside others": kept_rows_error(37, 150, dtype=torch.bfloat16),
+        "rows in FP8 beside others": kept_rows_error(37, 200, dtype=torch.bfloat16),
         "swiglu, weighted": swiglu_error(5, 96, weighted=True),
         "experts, blocks that do not divide": experts_error([3, 0, 130, 64, 0, 300], 96, 72),
         "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),

@@ -77,7 +77,7 @@ def run_passes(trainer: Trainer, kinds: list[list[str]]) -> list[float]:
     for chunk in trainer.model_chunks:
         chunk.zero_grad_buffer()
     reports = run_schedule(trainer.model_chunks, batch.rows, seq_len=trainer.config.data.seq_len)
-    sums, *_ = reduce_losses(reports, batch.rows, trainer.grid)
+    sums, *_ = reduce_losses(reports, batch.rows, trainer.grid).read()
     loss, tokens, *mtp = sums.tolist()
     complete_gradients(trainer, int(tokens))
     return [loss / tokens, *([mtp[0] / mtp[1], *map(int, mtp[1:])] if mtp else [])]

@@ -114,7 +114,7 @@ def test_losses_by_source_equal_those_of_each_sample_alone(hf) -> None:
         step_batch = batches.next_batch()
         reports = run_schedule(trainer.model_chunks, step_batch.rows, seq_len=128, forward_only=True)
         local = count_sources((header["source_loss_tokens"] for header in step_batch.headers), 3)
-        sums, _, found = reduce_losses(reports, step_batch.rows, grid, (), local)
+        sums, _, found = reduce_losses(reports, step_batch.rows, grid, (), local).read()
         assert found is not None
         assert torch.equal(found.samples, alone.samples) and torch.equal(found.tokens, alone.tokens)
         assert found.losses.tolist() == pytest.approx(alone.losses.tolist(), rel=2e-6)

@@ -82,7 +82,7 @@ def run_one_pass(
     # The trainer's own schedule runs forward and backward; hooks copy the outputs meanwhile.
     activation_recorder = MegatronActivationRecorder(trainer) if case.activations else None
     loss_reports = run_schedule(trainer.model_chunks, step_batch.rows, seq_len=case.seq_len)
-    sums, *_ = reduce_losses(loss_reports, step_batch.rows, trainer.grid)
+    sums, *_ = reduce_losses(loss_reports, step_batch.rows, trainer.grid).read()
     loss_sum, loss_tokens, *_ = sums.tolist()
     outputs: dict[str, Any] = {}
     if activation_recorder is not None:

@@ -17,14 +17,14 @@ has whole rows, whose largest elements give their scales.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.layers.fp8_rows import ScaledRows, empty_rows, keep_rows, store_in_fp8
+from megatron_vl.kernels.layers.fp8_rows import ScaledRows, empty_rows, keep_empty_rows, store_in_fp8
 from megatron_vl.kernels.sizes import cdiv, next_power_of_2
 
 BLOCK_COLUMNS = 256
@@ -55,7 +55,7 @@ class WholeRows(NamedTuple):
         columns = next_power_of_2(width)
         rows = max(self.num_elements // columns, 1)
         block = {"ROWS": rows, "BLOCK": columns, "STAGES": self.num_stages, "num_warps": self.num_warps}
-        return (1, min(cdiv(num_rows, rows), self.num_programs)), block
+        return (1, min(cdiv(num_rows, rows), self.num_programs)), {"WIDTH": width, **block}
 
 
 WHOLE_ROWS_SUMS = WholeRows(8192, num_programs=264, num_warps=4, num_stages=3)
@@ -167,10 +167,10 @@ def launch_grid(num_rows: int, block_rows: int, width: int) -> tuple[int, int]:
     return num_column_blocks, min(cdiv(num_rows, block_rows), num_row_programs)
 
 
-def _launch_options(width: int) -> dict[str, int]:
+def _launch_options(width: int, block_rows: int = BLOCK_ROWS) -> dict[str, int]:
     return {
         "WIDTH": width,
-        "ROWS": BLOCK_ROWS,
+        "ROWS": block_rows,
         "BLOCK": min(next_power_of_2(width), BLOCK_COLUMNS),
         "STAGES": NUM_STAGES,
         "num_warps": NUM_WARPS,
@@ -205,10 +205,10 @@ def column_sums(x: Tensor) -> Tensor:
 def column_sums_and_rows(x: Tensor) -> tuple[Tensor, ScaledRows]:
     """:func:`column_sums` of contiguous ``x`` [rows, width] with at least one row, and ``x`` in FP8."""
     num_rows, width = x.shape
-    rows = empty_rows(x, width)
+    rows = empty_rows(x)
     grid, block = WHOLE_ROWS_SUMS.launch(num_rows, width)
     program_sums = x.new_empty(grid[1], width, dtype=torch.float32)
-    _column_kernel[grid](x, program_sums, *rows, num_rows, WIDTH=width, **block, IS_QUANTIZED=True)
+    _column_kernel[grid](x, program_sums, *rows, num_rows, **block, IS_QUANTIZED=True)
     return add_programs(program_sums, x.dtype), rows
 
 
@@ -276,8 +276,7 @@ def _forward_kernel(
         y = gate * tl.sigmoid(gate * (LINEAR + CUBIC * gate * gate))
         if IS_GATED:
             y *= load_float32(gate_pointers + WIDTH, mask) + up_bias
-        if output_pointer is not None:
-            tl.store(output_pointer + first_row * WIDTH + output_offsets, y, mask)
+        tl.store(output_pointer + first_row * WIDTH + output_offsets, y, mask)
         if IS_QUANTIZED:
             y = y.to(x.dtype.element_ty).to(tl.float32)  # as the output is rounded
             largest = tl.max(tl.abs(y), 1, keep_dims=True)
@@ -342,93 +341,51 @@ def _backward_kernel(
             tl.store(sum_pointers + WIDTH, up_sum, column_mask)
 
 
-def _activation_options(
-    x: Tensor, activation_name: str, is_gated: bool, is_quantized: bool
-) -> dict[str, Any]:
-    linear, cubic = SIGMOID_COEFFICIENTS[activation_name]
-    return {
-        "WIDTH": x.shape[-1] // (1 + is_gated),
-        "X_WIDTH": x.shape[-1],
-        "IS_GATED": is_gated,
-        "LINEAR": linear,
-        "CUBIC": cubic,
-        "IS_QUANTIZED": is_quantized,
-    }
-
-
-def _activation_launch(
-    options: dict[str, Any], num_rows: int, block_rows: int, whole_rows: WholeRows
-) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid of an activation's kernel and the block of a program."""
-    width = options["WIDTH"]
-    if options["IS_QUANTIZED"]:
-        return whole_rows.launch(num_rows, width)
-    block = _launch_options(width) | {"ROWS": block_rows}
-    del block["WIDTH"]
-    return launch_grid(num_rows, block_rows, width), block
-
-
 class _BiasedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor, activation: tuple[str, bool, bool]) -> Tensor:
         # Here rows need no view of their own, which autograd would record.
         x, bias = x.contiguous(), bias.contiguous()
-        options = ctx.options = _activation_options(x, *activation)
+        activation_name, is_gated, is_quantized = activation
+        linear, cubic = SIGMOID_COEFFICIENTS[activation_name]
+        width = x.shape[-1] // (1 + is_gated)
+        # With 4,304 of the 8,192 columns of a block, whole rows take longer than a cast of their own.
+        ctx.is_quantized = is_quantized and 4 * width >= 3 * next_power_of_2(width)
+        ctx.options = {"X_WIDTH": x.shape[-1], "IS_GATED": is_gated, "LINEAR": linear, "CUBIC": cubic}
         ctx.save_for_backward(x, bias)
-        activated = x.new_empty(*x.shape[:-1], options["WIDTH"])
-        fp8_rows = empty_rows(activated, options["WIDTH"]) if options["IS_QUANTIZED"] else None
-        if activated.numel():
-            num_rows = x.numel() // options["X_WIDTH"]
-            grid, block = _activation_launch(options, num_rows, FORWARD_ROWS, WHOLE_ROWS_FORWARD)
-            fp8_pointers = fp8_rows or (None, None)
-            _forward_kernel[grid](x, bias, activated, *fp8_pointers, num_rows, **options, **block)
-        if fp8_rows:
-            keep_rows(activated, fp8_rows)
+
+        activated = x.new_empty(*x.shape[:-1], width)
+        num_rows = activated.numel() // width
+        grid, block = launch_grid(num_rows, FORWARD_ROWS, width), _launch_options(width, FORWARD_ROWS)
+        fp8_rows: tuple[Tensor | None, Tensor | None] = None, None
+        if ctx.is_quantized:
+            fp8_rows = keep_empty_rows(activated)
+            grid, block = WHOLE_ROWS_FORWARD.launch(num_rows, width)
+        if num_rows:
+            _forward_kernel[grid](
+                x, bias, activated, *fp8_rows, num_rows,
+                **ctx.options, **block, IS_QUANTIZED=ctx.is_quantized,
+            )  # fmt: skip
         return activated
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
         x, bias = ctx.saved_tensors
-        options, is_trained = ctx.options, ctx.needs_input_grad[1]
-        num_rows = x.numel() // options["X_WIDTH"]
+        is_trained, width = ctx.needs_input_grad[1], output_grad.shape[-1]
+        num_rows = output_grad.numel() // width
         x_grad = torch.empty_like(x)
-        fp8_rows = empty_rows(x, options["X_WIDTH"]) if options["IS_QUANTIZED"] else None
-        grid, block = _activation_launch(options, num_rows, BACKWARD_ROWS, WHOLE_ROWS_BACKWARD)
-        bias_grads = x.new_empty(grid[1] if is_trained else 0, options["X_WIDTH"], dtype=torch.float32)
+        grid, block = launch_grid(num_rows, BACKWARD_ROWS, width), _launch_options(width, BACKWARD_ROWS)
+        fp8_rows: tuple[Tensor | None, Tensor | None] = None, None
+        if ctx.is_quantized:
+            fp8_rows = keep_empty_rows(x_grad)
+            grid, block = WHOLE_ROWS_BACKWARD.launch(num_rows, width)
+        bias_grads = x.new_empty(grid[1] if is_trained else 0, x.shape[-1], dtype=torch.float32)
         if num_rows:
             _backward_kernel[grid](
-                x,
-                bias,
-                output_grad.contiguous(),
-                x_grad,
-                bias_grads,
-                *(fp8_rows or (None, None)),
-                num_rows,
-                **options,
-                **block,
-                IS_TRAINED=is_trained,
-            )
-        if fp8_rows:
-            keep_rows(x_grad, fp8_rows)
+                x, bias, output_grad.contiguous(), x_grad, bias_grads, *fp8_rows, num_rows,
+                **ctx.options, **block, IS_TRAINED=is_trained, IS_QUANTIZED=ctx.is_quantized,
+            )  # fmt: skip
         return x_grad, add_programs(bias_grads, bias.dtype) if is_trained else None, None
-
-
-def can_write_fp8(width: int) -> bool:
-    """Whether the activation's kernels write ``width`` columns in FP8 faster than a kernel of its own would.
-
-    A block has a power of two of columns. With 4,304 of 8,192, they take 1.5 times as long as both kernels.
-    """
-    return 4 * width >= 3 * next_power_of_2(width)
-
-
-def activation_in_fp8(x: Tensor, bias: Tensor, activation_name: str, *, is_gated: bool) -> ScaledRows:
-    """:func:`biased_activation` of contiguous ``x``, at least one row, only in FP8, without autograd."""
-    options = _activation_options(x, activation_name, is_gated, is_quantized=True)
-    rows = empty_rows(x, options["WIDTH"])
-    num_rows = len(rows.values)
-    grid, block = WHOLE_ROWS_FORWARD.launch(num_rows, options["WIDTH"])
-    _forward_kernel[grid](x, bias, None, *rows, num_rows, **options, **block)
-    return rows
 
 
 def biased_activation(

@@ -1,8 +1,8 @@
 """Matrices in FP8 (e4m3) with a scale for each row, and their product, in Triton and by cuBLASLt.
 
 A row's scale is the power of two that brings its largest element to between 128 and 256, so it needs no state
-and one kernel. Kernels that write whole rows for a linear in FP8 write them in FP8 too (:func:`keep_rows`),
-so that none reads them again to quantise them.
+and one kernel. Kernels that write whole rows for a linear in FP8 write them in FP8 too
+(:func:`keep_empty_rows`), so that none reads them again to quantise them.
 """
 
 from __future__ import annotations
@@ -49,25 +49,27 @@ def _quantize_kernel(x, values, scales, width, BLOCK: tl.constexpr):
 def quantize_rows(x: Tensor) -> ScaledRows:
     """``x``, contiguous [rows, width], in FP8."""
     rows, width = x.shape
-    quantized = empty_rows(x, width)
+    quantized = empty_rows(x)
     _quantize_kernel[rows,](x, *quantized, width, BLOCK=next_power_of_2(width), num_warps=4)
     return quantized
 
 
-def empty_rows(x: Tensor, width: int) -> ScaledRows:
-    """Memory for rows of ``x`` in FP8, or as many of another ``width``."""
-    num_rows = x.numel() // x.shape[-1]
-    values = x.new_empty(num_rows, width, dtype=torch.float8_e4m3fn)
-    return ScaledRows(values, x.new_empty(num_rows, 1, dtype=torch.float32))
+def empty_rows(x: Tensor) -> ScaledRows:
+    """Memory for ``x``, contiguous [..., width], in FP8."""
+    width = x.shape[-1]
+    values = x.new_empty(x.numel() // width, width, dtype=torch.float8_e4m3fn)
+    return ScaledRows(values, x.new_empty(len(values), 1, dtype=torch.float32))
 
 
 _kept: list[tuple[Tensor, int, ScaledRows]] = []
 """None or one: a tensor, its version, and its rows in FP8. It is held, so no other one gets its address."""
 
 
-def keep_rows(x: Tensor, rows: ScaledRows) -> None:
-    """Keeps ``rows``, which a kernel wrote beside ``x``, for the linear that reads ``x`` next."""
+def keep_empty_rows(x: Tensor) -> ScaledRows:
+    """Memory for ``x`` in FP8, for a kernel that writes both. The linear that reads ``x`` next takes it."""
+    rows = empty_rows(x)
     _kept[:] = [(x.detach(), x._version, rows)]
+    return rows
 
 
 def rows_of(x: Tensor) -> ScaledRows:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_vl.kernels.layers.biased_layers import add_programs, column_sums
-from megatron_vl.kernels.layers.fp8_rows import empty_rows, keep_rows, store_in_fp8
+from megatron_vl.kernels.layers.fp8_rows import keep_empty_rows, store_in_fp8
 from megatron_vl.kernels.sizes import next_power_of_2
 
 FORWARD_COLUMNS_PER_WARP = 512
@@ -157,7 +157,7 @@ class _ResidualNorm(torch.autograd.Function):
             "IS_CENTERED": bias is not None,
             "WEIGHT_OFFSET": float(norm_options.is_zero_centered),
         }
-        fp8_rows = empty_rows(x, width) if norm_options.is_quantized else None
+        fp8_rows = keep_empty_rows(normalized) if norm_options.is_quantized else None
         if num_rows:
             _forward_kernel[num_rows,](
                 x, added, added_bias, residual, weight, bias, normalized, means, inverse_stds,
@@ -165,8 +165,6 @@ class _ResidualNorm(torch.autograd.Function):
                 HAS_ADDED=added is not None, HAS_ADDED_BIAS=added_bias is not None,
                 IS_QUANTIZED=fp8_rows is not None, num_warps=_num_warps(width, FORWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
-        if fp8_rows:
-            keep_rows(normalized, fp8_rows)
         ctx.save_for_backward(residual, weight, means, inverse_stds)
         ctx.set_materialize_grads(False)
         return normalized, residual
