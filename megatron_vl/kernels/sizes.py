@@ -1,4 +1,4 @@
-"""Sizes that kernels work with and that estimates need to know. This file imports nothing."""
+"""Sizes that kernels work with and that estimates need to know, and how they round. Imports nothing."""
 
 
 def cdiv(dividend: int, divisor: int) -> int:

@@ -1,8 +1,10 @@
 """Linears of the vision tower in FP8, with a scale for each row.
 
 Transformer Engine's linears in FP8 keep the host busy for 0.3 to 0.4 ms each, longer than the GPU needs for
-the tower's (benchmarks/log/speed.md). These launch two kernels forward and three backward. The gradient of
-the weight is in bf16: its operands would have to be transposed, which takes most of what FP8 would gain.
+the tower's (benchmarks/log/speed.md). These launch a product forward and two backward; kernels before them
+write most inputs and output gradients in FP8, and the rest is cast, with the sums of a bias's gradient. The
+gradient of the weight is in bf16: its operands would have to be transposed, which takes most of what FP8
+would gain.
 """
 
 from functools import cached_property

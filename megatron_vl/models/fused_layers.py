@@ -109,7 +109,9 @@ class FusedMLP(MLP):
         """[S, 1, H] -> ([S, 1, H], bias to add or None)"""
         assert per_token_scale is None, "for experts only"
         intermediate_states, bias = self.linear_fc1(hidden_states)
-        activated_states = self._apply_activation(intermediate_states, bias)
+        activated_states = self._apply_activation(
+            intermediate_states, bias, for_fp8=isinstance(self.linear_fc2, Fp8Rows)
+        )
         if not self.recompute_activation or not activated_states.requires_grad:
             return self.linear_fc2(activated_states)
         with recompute_in_backward(
@@ -117,13 +119,15 @@ class FusedMLP(MLP):
         ):
             return self.linear_fc2(activated_states)
 
-    def _apply_activation(self, intermediate_states: Tensor, bias: Tensor | None) -> Tensor:
+    def _apply_activation(
+        self, intermediate_states: Tensor, bias: Tensor | None, *, for_fp8: bool = False
+    ) -> Tensor:
         is_gated = self.config.gated_linear_unit
         if bias is not None:
             if runs_on_kernels(intermediate_states):
                 from megatron_vl.kernels.layers.biased_layers import biased_activation
 
-                options = {"is_gated": is_gated, "is_quantized": isinstance(self.linear_fc2, Fp8Rows)}
+                options = {"is_gated": is_gated, "is_quantized": for_fp8}
                 return biased_activation(intermediate_states, bias, self.activation_name, **options)
             intermediate_states = intermediate_states + bias
 

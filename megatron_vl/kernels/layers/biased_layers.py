@@ -401,6 +401,7 @@ def biased_activation(
         bias: [F] or [2 * F]. If it is frozen, nothing is summed.
         activation_name: a key of :data:`SIGMOID_COEFFICIENTS`.
         is_quantized: whether linears in FP8 read the result, and in the backward pass the gradient of ``x``.
+            The kernels then write FP8 too, unless F is far below a power of two.
 
     Returns:
         [..., F] in the type of ``x``.

@@ -18,6 +18,8 @@ from megatron_vl.kernels.sizes import next_power_of_2
 
 
 class ScaledRows(NamedTuple):
+    """Both are transposed in the right factor of a product."""
+
     values: Tensor
     """e4m3 [rows, width]"""
     scale: Tensor

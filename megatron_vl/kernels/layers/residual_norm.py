@@ -24,13 +24,14 @@ from torch import Tensor
 from megatron_vl.kernels.layers.biased_layers import add_programs, column_sums
 from megatron_vl.kernels.layers.fp8_rows import keep_empty_rows, store_in_fp8
 from megatron_vl.kernels.sizes import next_power_of_2
+from megatron_vl.kernels.where_kernels_run import has_large_shared_memory
 
 FORWARD_COLUMNS_PER_WARP = 512
 BACKWARD_COLUMNS_PER_WARP = 256
 BACKWARD_PROGRAMS = 528
 """Number of programs of the backward pass: four for each of the 132 processors of an H100 or H200."""
 BACKWARD_STAGES = 3
-"""How many rows of a program are read at a time, the one in work included."""
+"""How many rows of a program are read at a time, with the one in work; two without large shared memory."""
 
 
 @triton.jit
@@ -205,7 +206,8 @@ class _ResidualNorm(torch.autograd.Function):
             _backward_kernel[num_programs,](
                 x, weight, means, inverse_stds, output_grad, residual_grad, x_grad, parameter_grads,
                 num_rows, **ctx.options, HAS_RESIDUAL_GRAD=residual_grad is not None,
-                IS_TRAINED=is_trained, STAGES=BACKWARD_STAGES,
+                IS_TRAINED=is_trained,
+                STAGES=BACKWARD_STAGES if has_large_shared_memory(x.device) else 2,
                 num_warps=_num_warps(width, BACKWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
         return x_grad, parameter_grads
@@ -237,7 +239,7 @@ def residual_norm(
         bias: [H] for LayerNorm; None for RMSNorm. It is trained if ``weight`` is.
         is_zero_centered: whether one is added to the weight.
         is_quantized: whether linears in FP8 read the norm. The kernel then writes it in FP8 too.
-        added: [..., H] to add to ``x`` before both.
+        added: of the shape of ``x``, to add to it before both.
         added_bias: [H] to add together with ``added``.
 
     Returns:
