@@ -37,8 +37,7 @@ def _root() -> Path:
 
 @cache
 def tiny_checkpoint(family: str = "qwen2_5_vl", **options: Any) -> Path:
-    """The folder of a tiny checkpoint (options as in :func:`write_tiny_checkpoint`); it is
-    shared and read-only."""
+    """The shared, read-only folder of a tiny checkpoint; options as in :func:`write_tiny_checkpoint`."""
     return write_tiny_checkpoint(
         _root() / f"{family}_{tiny_checkpoint.cache_info().currsize}", family, **options
     )

@@ -175,8 +175,7 @@ def test_round_trip_of_experts_in_every_style(tmp_path: Path, style: str) -> Non
 
 @pytest.mark.parametrize(("experts", "mtp"), [("stacked", "stacked"), ("apart", "apart"), ("apart", "none")])
 def test_experts_and_prediction_in_every_style(tmp_path: Path, experts: str, mtp: str) -> None:
-    """Qwen3.5 stores MTP's experts apart beside stacked ones of the model, Qwen3.6 both stacked;
-    ``transformers`` writes the model's apart and loses MTP."""
+    """Qwen3.5 stacks the model's experts but not MTP's, Qwen3.6 both; ``transformers`` neither, no MTP."""
     size = "Qwen3.5-35B-A3B"
     tensors = {name: t for name, t in released_tensors(size).items() if not name.startswith("mtp.")}
     if experts == "apart":

@@ -21,8 +21,7 @@ def talk(name: str, count: int) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, file: str = "meta.yaml", **changes: Any) -> Path:
-    """A blend of birds 3 to ships 1; ``changes`` replace its train split, or fields of its parts. Birds, if
-    they are there, are the val split too."""
+    """Birds 3 to ships 1; ``changes`` replace the train split or fields of its parts. Val is birds."""
     weights = {"birds": 3, "ships": 1}
     blend = [{"path": name, "weight": weights[name], **changes.get(name, {})} for name in weights]
     train = changes.get("train", {"blend": blend})

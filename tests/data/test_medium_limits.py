@@ -98,9 +98,6 @@ def test_limits_above_the_runs_are_refused(limits) -> None:
         video_grid(VideoInfo(8, 2.0, 480, 640, limits=limits), small)
 
 
-# --- Videos and clips ---------------------------------------------------------------------------------------
-
-
 VIDEO_LIMITS: list[dict[str, float]] = [
     {"video_start": 5.0, "video_end": 8.0},
     {"video_start": 5.03},
@@ -165,9 +162,6 @@ def test_more_frames_than_the_runs_are_refused_and_their_limits_bounded() -> Non
     assert len(frame_indices(VideoInfo(100, 10.0, 56, 56, limits={"max_frames": 20}), run)) == 8
 
 
-# --- Times of images ----------------------------------------------------------------------------------------
-
-
 def test_times_of_images_worked_out_by_hand() -> None:
     """Frames 0, 30, 60, 90, 120 of 30 a second are 0 to 4 s; the last image is repeated."""
     read = read_conversation(in_part(video=IMAGES, frames_indices=[0, 30, 60, 90, 120], fps=30))
@@ -181,9 +175,6 @@ def test_times_of_images_worked_out_by_hand() -> None:
     assert read.media_references[0][1].fps == 0.2
     grid = video_grid(VideoInfo(3, 0.2, 56, 56, "whole", limits=read.media_limits[0]), qwen3(4))
     assert grid.timestamps == (11.25, 20.0) and grid.second_per_grid == 10.0
-
-
-# --- Records ------------------------------------------------------------------------------------------------
 
 
 def in_both(**limits: Any) -> dict[str, Any]:
@@ -234,9 +225,6 @@ def test_impossible_limits_are_refused(record, field) -> None:
     with pytest.raises(RecordError) as caught:
         read_conversation(record)
     assert caught.value.field_path == f"messages[0].content[0].{field}"
-
-
-# --- Through the loader -------------------------------------------------------------------------------------
 
 
 def records(root: Path) -> list[dict[str, Any]]:

@@ -37,8 +37,7 @@ def test_plan_of_two_rows_by_hand():
 
 
 def test_plan_keeps_the_limit_of_patches_by_hand():
-    """With 8 patches at most, two images of 5 never share a row. Each gets the text that makes it 1.25
-    patches a token, as in all samples."""
+    """8 patches at most: two images of 5 never share a row. All samples have 1.25 patches a token."""
     both = grouped(plan_rows(ints(2, 2, 2, 2), ints(5, 5, 0, 0), 2, 10, max_patches=8))
     assert [len({0, 1} & set(row)) for row in both] == [1, 1]
     # Without the limit, the second image joins the first.
@@ -58,8 +57,7 @@ def test_rows_dealt_to_ranks_by_hand():
 
 
 def test_rows_exchanged_by_hand():
-    """The largest first would give 5, 2, 2 and 4, 4, 0. Rows of 4 and 2 change places, and nothing better is
-    left: 11 and 6 become 9 and 8."""
+    """Largest first gives 5, 2, 2 and 4, 4, 0. Rows of 4 and 2 change places: 11 and 6 become 9 and 8."""
     dealt = rank_of_rows(ints(5, 4, 4, 2, 2, 0), 2)
     assert sorted(dealt.ravel().tolist()) == [*range(6)]
     assert sorted(ints(5, 4, 4, 2, 2, 0)[dealt].sum(axis=1).tolist()) == [8, 9]
@@ -264,9 +262,6 @@ def test_planner_rejects_damaged_states():
     for state in damaged:
         with pytest.raises(LoaderStateError, match="damaged"):
             planner(tokens, patches).restore_state(state)
-
-
-# --- Passes over the data -----------------------------------------------------------------------------------
 
 
 def planner_of_passes(samples: int, rows: int, passes: int, *, packs: bool = True) -> BatchPlanner:

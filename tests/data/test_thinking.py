@@ -139,9 +139,6 @@ def test_thinking_switch_is_refused_where_a_template_has_none() -> None:
             ours.encode_prompt([QUESTION], [], enable_thinking=think)
 
 
-# --- Answers ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("generated", "opened", "said"),
     [

@@ -89,8 +89,7 @@ def run_steps(block: Block, device: torch.device) -> tuple[int, float, float]:
 
 
 def compare(platform: Platform, pre_process: bool) -> bool:
-    """Whether bits or memory are wrong; ``pre_process`` is False for the block of a later pipeline stage,
-    whose first input stays on the device."""
+    """Whether bits or memory are wrong. Without ``pre_process``, as in later stages, its input stays."""
     block = Block(platform.device, pre_process)
     without = run_steps(block, platform.device)
     offload = LayerInputOffload(platform)

@@ -47,13 +47,8 @@ from megatron_vl.kernels.experts.token_copies import make_row_ids, scatter_parts
 from megatron_vl.kernels.layers import biased_layers as sum_kernels
 from megatron_vl.kernels.layers import fp8_rows
 from megatron_vl.kernels.layers import residual_norm as norm_kernels
-from megatron_vl.kernels.layers.biased_layers import (
-    biased_activation,
-    biased_sum,
-    column_sums,
-    column_sums_and_rows,
-)
-from megatron_vl.kernels.layers.fp8_rows import quantize_columns, quantize_rows, row_scaled_product, rows_of
+from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum, column_sums
+from megatron_vl.kernels.layers.fp8_rows import quantize_columns, quantize_rows, row_scaled_product
 from megatron_vl.kernels.layers.residual_norm import residual_norm
 from megatron_vl.kernels.layers.swiglu import swiglu
 from megatron_vl.kernels.optimizer import adam, adam_triton, master_halves
@@ -169,8 +164,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def unaligned_error(device: str = "cpu", tiles: AttentionTiles = SMALL) -> float:
-    """The number of patches is not a multiple of 4, but rows of statistics are; memory after the last patch
-    must not be written."""
+    """Patches that 4 does not divide, but rows of statistics; memory after the last must not be written."""
     with poisoned_memory():
         errors = [attention_error([7, rest], 2, 72, device, tiles) for rest in (30, 31, 32)]
     # Not Python's max, which passes over NaN.
@@ -368,30 +362,25 @@ def fp8_error(rows: int, width_in: int, width_out: int) -> float:
 
 
 def kept_rows_error(rows: int, width: int, **kind: Any) -> float:
-    """FP8 numbers and scales that kernels wrote beside bf16 and that a cast would not. ``kind``: device and
-    dtype."""
+    """FP8 numbers that kernels wrote beside bf16 and a cast would not. ``kind``: device and dtype."""
     x, gated = (torch.randn(rows, n * width, **kind).requires_grad_() for n in (1, 2))
     weight, bias, gated_bias = (torch.randn(n * width, **kind).requires_grad_() for n in (1, 1, 2))
-    sums, rows_of_x = column_sums_and_rows(x.detach())
+    sums, rows_of_x = sum_kernels.column_sums_and_rows(x.detach())
     assert largest([(sums, x.double().sum(0))]) < 1e-2
     pairs = [(rows_of_x, quantize_rows(x.detach()))]
 
-    def take_rows(tensor: Tensor) -> Tensor:
+    def take_rows(tensor: Tensor, is_kept: bool = True) -> Tensor:
         [(*_, kept)] = fp8_rows._kept
-        assert rows_of(tensor) is kept
-        pairs.append((kept, quantize_rows(tensor)))
+        pairs.append((fp8_rows.rows_of(tensor), quantize_rows(tensor)))
+        assert (pairs[-1][0] is kept) == is_kept
         return tensor
 
-    take_rows(residual_norm(x, weight, bias, 1e-6, is_quantized=True)[0])
+    for change in (None, torch.clone, Tensor.neg_):  # of another tensor, or of one that was written since
+        y = residual_norm(x, weight, bias, 1e-6, is_quantized=True)[0].detach()
+        take_rows(change(y) if change else y, not change)
     for tensor, its_bias, name in ((x, bias, "gelu_tanh"), (gated, gated_bias, "silu")):
-        options = {"activation_name": name, "is_gated": tensor is gated}
-        y = take_rows(biased_activation(tensor, its_bias, **options, is_quantized=True))
-        take_rows(*torch.autograd.grad(y, tensor, torch.randn_like(y)))
-
-    # Rows of another tensor, and of one that was changed since.
-    for change in (torch.clone, torch.Tensor.neg_):
-        y = change(residual_norm(x, weight, bias, 1e-6, is_quantized=True)[0].detach())
-        pairs.append((rows_of(y), quantize_rows(y)))
+        y = biased_activation(tensor, its_bias, name, is_gated=tensor is gated, is_quantized=True)
+        take_rows(*torch.autograd.grad(take_rows(y), tensor, torch.randn_like(y)))
     tensors = [(ours, cast) for pair in pairs for ours, cast in zip(*pair, strict=True)]
     return float(sum((ours.view(torch.uint8) != cast.view(torch.uint8)).sum() for ours, cast in tensors))
 

@@ -81,8 +81,7 @@ def test_checkpoint_moves_between_layouts_bit_for_bit(hf, family: str, sizes: di
 
 
 class HostReads(TorchDispatchMode):
-    """Records operators for whose result the host would have to wait for a GPU; ``tolist`` of a CPU tensor is
-    no operator."""
+    """Records operators for whose result the host would wait; ``tolist`` of a CPU tensor is none."""
 
     READING = "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive".split()
 

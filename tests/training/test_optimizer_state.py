@@ -173,8 +173,7 @@ CHUNKS = {"dtype": "bfloat16", "moments_dtype": "bfloat16", "offload_fraction": 
 @pytest.mark.parametrize("fields", [{}, CHUNKS])
 @in_ranks()
 def test_files_hold_the_state_from_before_the_next_update(hf, fields: dict[str, Any], tmp_path: Path) -> None:
-    """Although copies and files take longer than the next passes. The state is in several files, and that of
-    large tensors in several slices."""
+    """Copies and files take longer than the next passes; the state is in several files and slices."""
     optimizer_state._SLICE_ELEMENTS = 1000
     trainer = tiny_trainer(hf, **fields)
     trainer.run_step(0)

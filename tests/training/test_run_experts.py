@@ -42,8 +42,7 @@ def test_busiest_expert_is_in_the_log(whole: Path) -> None:
 
 
 def test_run_goes_on_in_another_layout(prepared, whole, tmp_path) -> None:
-    """Saved with half of the experts on each of two ranks; four ranks that also cut them give the same
-    samples and losses within 1e-6."""
+    """Saved on two ranks; four ranks that also cut experts give the same samples, and losses within 1e-6."""
     options = "--parallel.tp 2 --parallel.sequence_parallel true --parallel.ep 2 --parallel.etp 2".split()
     shutil.copytree(whole / "step_00000003", tmp_path / "step_00000003")
     trained(prepared, tmp_path, *options, *QUICK, "--model.moe_aux_loss", "0.01")

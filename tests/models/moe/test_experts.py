@@ -270,7 +270,6 @@ def test_ddp_reduces_the_gradients_of_grouped_experts_once(overlap: bool, frozen
 
 
 def test_dispatched_tokens_come_back_as_if_they_had_stayed() -> None:
-    """On 1 and 4 ranks, one without tokens; each token goes to a rank and back once. Padding is not sent, not
-    by core's dispatcher either."""
+    """On 1 and 4 ranks, one without tokens: each goes and returns once. Core sends no padding either."""
     done = run_module("tests.models.moe.dispatch_checks", ranks=4, environment=INTERPRETED)
     assert done.returncode == 0, done.stderr[-4000:]
