@@ -93,9 +93,6 @@ def test_missing_split_is_named(folder):
         read_description(folder / "meta.yaml").split_facts("train")
 
 
-# --- Many shards --------------------------------------------------------------------------------------------
-
-
 def empty_shards(folder: Path, count: int) -> Path:
     folder.mkdir()
     writer = IndexWriter(folder / ".nv-meta")
@@ -131,9 +128,6 @@ def test_shards_may_have_any_name_inside_the_folder(tmp_path):
     split.write_text("split_parts: {train: [train-000000.tar]}\nexclude: [train-000000.tar/000000001]\n")
     with pytest.raises(LoaderError, match="excludes train-000000.tar/000000001; only whole shards"):
         read_description(data)
-
-
-# --- Lists of data sets, and parts of one ------------------------------------------------------------------
 
 
 def keys(path: Any, count: int, state: dict[str, Any] | None = None, **changes: Any) -> Any:
