@@ -44,6 +44,9 @@ importlib.reload(candidate_generator)
 facts["transformers imports it by itself"] = "sklearn" in sys.modules
 from transformers.utils.import_utils import PACKAGE_DISTRIBUTION_MAPPING as found
 facts["listed"] = bool(found) or importlib.metadata.packages_distributions is not packages_distributions
+from transformers.utils.import_utils import create_import_structure_from_path as read
+models = importlib.import_module("transformers.models")
+facts["read twice"] = read(models.__path__[0]) is not read(models.__file__)
 packages = packages_distributions()
 facts["packages"] = [n for n in ("torch", "PIL", "flash_attn") if found.get(n, []) != packages.get(n, [])]
 import torch.utils.tensorboard
@@ -59,7 +62,7 @@ def facts() -> dict[str, bool]:
 
 
 def test_core_is_imported_without_inductor_sinks_and_a_list_of_all_packages(facts: dict[str, bool]) -> None:
-    assert not facts["sinks"] and not facts["listed"] and not facts["packages"]
+    assert not facts["sinks"] and not facts["listed"] and not facts["packages"] and not facts["read twice"]
     assert facts["torch.compile is as before"]
     if not torch.cuda.is_available():  # with a GPU, core's functions are compiled
         assert not facts["inductor"] and not facts["core compiles"]
