@@ -98,6 +98,7 @@ class RowFlops:
 
 
 def needed_flops(spec: ModelSpec, config: TrainConfig, sizes: RowSizes) -> RowFlops:
+    """FLOPs that rows of ``sizes`` need, forward and backward, without recomputation."""
     counts = _counted_products(spec, config.model, config.lora)
     by_kind = {kind: _layer_flops(spec.language, kind, sizes) for kind in set(counts.layers)}
     trains_output = OUTPUT_TENSOR in saved_modules(spec, config.lora)

@@ -139,7 +139,7 @@ def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, di
     token_losses, *target_numbers = token_losses.float()
     weighted_losses = token_losses * row.loss_mask
     loss_sum = weighted_losses.sum()
-    # Weights change the sum of the losses, not the number of tokens by which it is divided.
+    # The mask holds weights of losses: they change the sum, not the number of tokens that it is divided by.
     loss_token_count = (row.loss_mask != 0).sum()
     sums = [loss_sum, loss_token_count, *(each.sum() for each in target_numbers)]
     if row.whole_row is not None:
@@ -235,9 +235,10 @@ def train_step(
         before_update: called before weights and optimizer state change.
     """
     progress.enter_phase(progress.FORWARD_BACKWARD)
-    for chunk in model_chunks:
+    for chunk in model_chunks:  # a decoupled tower sets its own to zero, as it encodes
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    # The schedule also reduces the gradients (`finalize_model_grads_func`, set in `wrap_in_ddp`).
     row_reports = run_schedule(model_chunks, rows, seq_len=seq_len)
 
     # The flags travel with the losses, so that they need no collective of their own.
@@ -254,7 +255,8 @@ def train_step(
     is_updated, grad_norm = clip_and_update(
         optimizer, norms, loss_tokens, math.isfinite(mean_loss), own_norm_group, before_update
     )
-    # A zero gradient is skipped too: an update would still decay moments and weights.
+    # `clip_and_update` has decided, also on a zero gradient, whose update would still decay moments and
+    # weights. This finds the reason. Without loss tokens, the mean is NaN, but the sum is zero.
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
     skip_reason = "" if is_updated else NOT_FINITE
     if is_finite and not (loss_tokens and grad_norm):

@@ -112,8 +112,10 @@ class Trainer:
         self.hf_exporter: HfExporter | None = None
 
         self.start_time = time.monotonic()
-        self.step = self.first_step = 0
+        self.step = 0
         """Number of optimizer steps done, including skipped ones."""
+        self.first_step = 0
+        """Those that were done before this start."""
         self.skipped_steps = dict.fromkeys(SKIP_TEXTS, 0)
         self.consecutive_skips: list[str] = []
         self.stop_requested = False
@@ -159,8 +161,8 @@ class Trainer:
             f"tp {grid.tp_rank}{cp_text}, pp {grid.pp_rank}, dp {grid.dp_rank}"
         )
 
-        # The run's own checkpoint fills the model later, and the start weights are not opened then. With
-        # LoRA, the checkpoint does not hold the base.
+        # A resumed run gets its weights in `restore`, so its start weights are not opened. But checkpoints
+        # of LoRA do not hold the base.
         start_weights = open_start_weights(config) if config.lora.rank or source is None else None
         begins_with_lora = config.lora.adapter and source is None
         start_lora = open_lora(config.lora.adapter, self.spec) if begins_with_lora else None
@@ -180,7 +182,7 @@ class Trainer:
             return
         self.optimizer = build_optimizer(config, self.platform, self.model_chunks)
         if start_lora is not None:
-            # The optimizer has copied parameters that are rounded to bfloat16.
+            # The optimizer has copied parameters that are rounded to bfloat16: its copies are read again.
             load_main_weights(start_lora, self.optimizer, self.live_tensors, grid)
 
     @property
@@ -227,7 +229,7 @@ class Trainer:
     def _build_hooks(self) -> None:
         """Opens the run's folder, reads the validation rows, and lists the hooks in their order."""
         config, grid = self.config, self.grid
-        # Output piped to the terminal, for example by `tee`, would break up the progress bar.
+        # None if only the output is piped: lines that `tee` prints would break up the bar.
         if grid.rank == 0 and (sys.stdout.isatty() or not sys.stderr.isatty()):
             self.hooks.append(ShowProgress())
         self.hooks.append(Profile(config, grid.rank))
@@ -320,6 +322,7 @@ class Trainer:
         for hook in self.hooks:
             hook.begin(self)
 
+        # Until it is incremented, `step` is also the number of the running step, from zero.
         while not self.is_at_end:
             progress.enter_phase(progress.LOADING_ROWS, self.step + 1)
             for hook in self.hooks:
@@ -331,7 +334,7 @@ class Trainer:
             # Forward and backward passes, and the update. The host waits for the device here: the sums of the
             # losses and the norm of the gradients over all ranks decide whether weights are updated.
             step_result = self.train_step(step_batch)
-            # Frees their memory before the next rows are loaded. The log and the hooks need only counts.
+            # Frees the rows' device memory before the next ones are loaded. Log and hooks need only counts.
             step_batch.rows.clear()
 
             # A step is done whether or not its update was skipped.
@@ -343,7 +346,7 @@ class Trainer:
             if step_result.skip_reason:
                 self.skipped_steps[step_result.skip_reason] += 1
             if self.step % self.config.log.interval == 0 or self.is_at_end or step_result.skip_reason:
-                # Rank 0 prints, and its loader knows what the steps so far have used up of each source.
+                # Rank 0 prints, and its loader knows how often the steps so far have passed through a source.
                 passes = self.data_loader.source_passes if self.grid.rank == 0 and self.blend_sources else {}
                 self.metrics_log.log_step(self.step, step_result, learning_rates, self.skipped_steps, passes)
 
@@ -433,7 +436,8 @@ class Trainer:
             list_name = Path(run_dir) / "quarantine.jsonl" if run_dir else "a run with checkpoint.dir"
             raise TrainingStopped(f"{bad_sample_problem}; {list_name} lists them")
 
-        # That is harmless, and no skip to count: only the tower is trained, and no row had an image.
+        # NO_GRADIENT is harmless (only the tower is trained, and no row had an image): it neither adds to a
+        # series of skips nor ends one.
         if skip_reason != NO_GRADIENT:
             self.consecutive_skips = [*self.consecutive_skips, skip_reason] if skip_reason else []
         # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the
@@ -501,7 +505,7 @@ class Trainer:
         try:
             self._on_close.close()
             if self.hf_exporter is not None and self.checkpoint_saver is not None:
-                destroy_groups()  # first, because ending them may wait for all ranks
+                destroy_groups()  # the other ranks end theirs now, and may wait for this one
                 self.hf_exporter.wait_for_exports(requested_stop_signal)  # a signal ends the wait
                 # Some checkpoints were kept only for their export.
                 if self.step == self.last_step:
@@ -514,8 +518,9 @@ class Trainer:
                 self.checkpoint_saver.close()
 
     def _close_after_failure(self, error: BaseException, trace: TracebackType | None) -> None:
-        """The failure is reported to the other ranks first, because closing may take a while. Errors while
-        closing are dropped, because they usually have the same cause.
+        """Reports the failure to the other ranks, and closes what it can, which may take a while.
+
+        Errors while closing are dropped, because they usually have the same cause.
         """
         if isinstance(error, Exception):
             failures.report_failure(error)
@@ -524,7 +529,7 @@ class Trainer:
                 hook.end(self, has_failed=True)
         with contextlib.suppress(Exception):
             self._on_close.__exit__(type(error), error, trace)
-        # Other ranks may still write their parts of a checkpoint.
+        # Other ranks may still write their parts of a checkpoint, so only a single rank unlocks the folder.
         if self.checkpoint_saver is not None and self.grid.world_size == 1:
             with contextlib.suppress(Exception):
                 self.checkpoint_saver.close()
