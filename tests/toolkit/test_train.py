@@ -245,9 +245,6 @@ def test_dry_run_makes_every_check_of_a_start(prepared, peft, tiny_checkpoint, c
     assert not (tmp_path / "new").exists()
 
 
-# --- ``eval.answers``: the last step of a run that is done answers samples of the split ---------------------
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_run_scores_itself_when_its_ranks_have_ended(ranks, tiny_checkpoint, tmp_path) -> None:
