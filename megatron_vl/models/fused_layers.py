@@ -21,6 +21,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_vl.kernels.held_tensor import HeldTensor
 from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.fp8_linear import Fp8Rows
@@ -110,7 +111,7 @@ class FusedMLP(MLP):
         assert per_token_scale is None, "for experts only"
         intermediate_states, bias = self.linear_fc1(hidden_states)
         activated_states = self._apply_activation(
-            intermediate_states, bias, for_fp8=isinstance(self.linear_fc2, Fp8Rows)
+            intermediate_states, bias, is_quantized=isinstance(self.linear_fc2, Fp8Rows)
         )
         if not self.recompute_activation or not activated_states.requires_grad:
             return self.linear_fc2(activated_states)
@@ -120,14 +121,14 @@ class FusedMLP(MLP):
             return self.linear_fc2(activated_states)
 
     def _apply_activation(
-        self, intermediate_states: Tensor, bias: Tensor | None, *, for_fp8: bool = False
+        self, intermediate_states: Tensor, bias: Tensor | None, *, is_quantized: bool = False
     ) -> Tensor:
         is_gated = self.config.gated_linear_unit
         if bias is not None:
             if runs_on_kernels(intermediate_states):
                 from megatron_vl.kernels.layers.biased_layers import biased_activation
 
-                options = {"is_gated": is_gated, "is_quantized": for_fp8}
+                options = {"is_gated": is_gated, "is_quantized": is_quantized}
                 return biased_activation(intermediate_states, bias, self.activation_name, **options)
             intermediate_states = intermediate_states + bias
 
@@ -212,7 +213,7 @@ class ResidualNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.is_in_fp8 = fp8_rows
+        self.fp8_rows = fp8_rows
         self.is_zero_centered = config.layernorm_zero_centered_gamma
         # The input must stay if the norm is to be recomputed.
         self.returns_input = not recomputes_norms(config)
@@ -242,7 +243,7 @@ class ResidualNorm(nn.Module):
             self.bias,
             self.eps,
             is_zero_centered=self.is_zero_centered,
-            is_quantized=self.is_in_fp8,
+            is_quantized=self.fp8_rows,
             added=added,
             added_bias=added_bias,
         )
@@ -259,22 +260,13 @@ def recompute_in_backward(
     operator that saves the tensor (or a view of all of it) through ``save_for_backward``, including
     Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
     """
-    # The context holds the tensor, so no other one gets its address. Autograd keeps `pack_tensor` for longer,
-    # so that function must not hold it.
-    held_tensors, tensor_version = [recomputed_tensor], recomputed_tensor._version
+    # Autograd keeps `pack_tensor` for longer than the context, so that function must not hold the tensor.
+    held_tensors = [HeldTensor(recomputed_tensor)]
 
     def pack_tensor(saved_tensor: Tensor) -> Any:
         # Views that order its elements differently are kept, and values that were written in place.
-        [tensor] = held_tensors
-        is_recomputed_tensor = (
-            saved_tensor.data_ptr() == tensor.data_ptr()
-            and saved_tensor.numel() == tensor.numel()
-            and saved_tensor.dtype == tensor.dtype
-            and saved_tensor.is_contiguous()
-            and tensor.is_contiguous()
-            and saved_tensor._version == tensor_version
-        )
-        return saved_tensor.shape if is_recomputed_tensor else saved_tensor
+        [held_tensor] = held_tensors
+        return saved_tensor.shape if held_tensor.has_values_of(saved_tensor) else saved_tensor
 
     def unpack_tensor(packed_tensor: Any) -> Tensor:
         if isinstance(packed_tensor, Tensor):

@@ -186,7 +186,7 @@ def _layer_modules(platform: Platform, config: TransformerConfig, fp8_rows: bool
 
     add_attention: Any = add_to_residual
     if config.bf16:
-        layer_norm = expert_norm = partial(ResidualNorm, fp8_rows=fp8_rows)
+        layer_norm, expert_norm = partial(ResidualNorm, fp8_rows=fp8_rows), ResidualNorm
         # Core keeps the input of a norm that it computes again, so that must be a tensor.
         if not recomputes_norms(config):
             add_attention = postpone_addition

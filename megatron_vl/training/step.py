@@ -246,7 +246,7 @@ def train_step(
     device_sums = reduce_losses(row_reports, rows, grid, (has_failed, stop_requested), local_source_counts)
     mtp_config = get_attr_wrapped_model(model_chunks[0], "mtp_config")
     own_norm_group = MTP_GRAD_NORM_GROUP if mtp_config.loss and mtp_config.trains == "head" else None
-    # The host waits for the device here: what the norm needs is launched behind the backward passes.
+    # The host waits for the device here, after it has launched what the norm needs.
     norms = gradient_norms(optimizer, own_norm_group)
     sums, (any_failed, any_stop), source_counts = device_sums.read()
     loss_sum, loss_tokens, more_metrics, more_text = split_sums(sums)

@@ -370,7 +370,7 @@ def kept_rows_error(rows: int, width: int, **kind: Any) -> float:
     pairs = [(rows_of_x, quantize_rows(x.detach()))]
 
     def take_rows(tensor: Tensor, is_kept: bool = True) -> Tensor:
-        [(*_, kept)] = fp8_rows._kept
+        [(_, kept)] = fp8_rows._kept
         pairs.append((fp8_rows.rows_of(tensor), quantize_rows(tensor)))
         assert (pairs[-1][0] is kept) == is_kept
         return tensor

@@ -130,13 +130,13 @@ def _column_kernel(
     program_row, row_step = rows_of_program(ROWS)
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         row_index = first_row + row_in_block
-        mask = (row_index < num_rows) & column_mask
+        row_mask = row_index < num_rows
+        mask = row_mask & column_mask
         block_offsets = first_row * WIDTH + offsets
         elements = load_float32(x + block_offsets, mask)
         sums += elements
         if IS_QUANTIZED:
             largest = tl.max(tl.abs(elements), 1, keep_dims=True)
-            row_mask = row_index < num_rows
             store_in_fp8(elements, largest, mask, values + block_offsets, scales + row_index, row_mask)
 
     program_sum = tl.sum(sums, 0, keep_dims=True)
@@ -151,8 +151,8 @@ class _BiasedSum(torch.autograd.Function):
         width = residual.shape[-1]
         num_rows = residual.numel() // width
         if num_rows:
-            grid = launch_grid(num_rows, BLOCK_ROWS, width)
-            _sum_kernel[grid](residual, output, bias, total, num_rows, **_launch_options(width))
+            grid, block = launch_columns(num_rows, width)
+            _sum_kernel[grid](residual, output, bias, total, num_rows, **block)
         return total
 
     @staticmethod
@@ -160,21 +160,15 @@ class _BiasedSum(torch.autograd.Function):
         return total_grad, total_grad, column_sums(total_grad) if ctx.needs_input_grad[2] else None
 
 
-def launch_grid(num_rows: int, block_rows: int, width: int) -> tuple[int, int]:
-    """Numbers of blocks of columns, and of programs that share the rows of each."""
+def launch_columns(
+    num_rows: int, width: int, block_rows: int = BLOCK_ROWS
+) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid and the block of a kernel: blocks of columns, and programs that share the rows of each."""
     num_column_blocks = cdiv(width, BLOCK_COLUMNS)
     num_row_programs = max(NUM_PROGRAMS // num_column_blocks, 1)
-    return num_column_blocks, min(cdiv(num_rows, block_rows), num_row_programs)
-
-
-def _launch_options(width: int, block_rows: int = BLOCK_ROWS) -> dict[str, int]:
-    return {
-        "WIDTH": width,
-        "ROWS": block_rows,
-        "BLOCK": min(next_power_of_2(width), BLOCK_COLUMNS),
-        "STAGES": NUM_STAGES,
-        "num_warps": NUM_WARPS,
-    }
+    block = {"ROWS": block_rows, "BLOCK": min(next_power_of_2(width), BLOCK_COLUMNS), "STAGES": NUM_STAGES}
+    grid = num_column_blocks, min(cdiv(num_rows, block_rows), num_row_programs)
+    return grid, {"WIDTH": width, **block, "num_warps": NUM_WARPS}
 
 
 def biased_sum(residual: Tensor, output: Tensor, bias: Tensor) -> Tensor:
@@ -195,10 +189,10 @@ def column_sums(x: Tensor) -> Tensor:
     x = x.contiguous()
     width = x.shape[-1]
     num_rows = x.numel() // width
-    grid = launch_grid(num_rows, BLOCK_ROWS, width)
+    grid, block = launch_columns(num_rows, width)
     program_sums = x.new_empty(grid[1], width, dtype=torch.float32)
     if num_rows:
-        _column_kernel[grid](x, program_sums, None, None, num_rows, **_launch_options(width))
+        _column_kernel[grid](x, program_sums, None, None, num_rows, **block)
     return add_programs(program_sums, x.dtype)
 
 
@@ -270,7 +264,8 @@ def _forward_kernel(
     program_row, row_step = rows_of_program(ROWS)
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         row_index = first_row + row_in_block
-        mask = (row_index < num_rows) & column_mask
+        row_mask = row_index < num_rows
+        mask = row_mask & column_mask
         gate_pointers = x + first_row * X_WIDTH + x_offsets
         gate = load_float32(gate_pointers, mask) + gate_bias
         y = gate * tl.sigmoid(gate * (LINEAR + CUBIC * gate * gate))
@@ -281,7 +276,7 @@ def _forward_kernel(
             y = y.to(x.dtype.element_ty).to(tl.float32)  # as the output is rounded
             largest = tl.max(tl.abs(y), 1, keep_dims=True)
             row_values = values + first_row * WIDTH + output_offsets
-            store_in_fp8(y, largest, mask, row_values, scales + row_index, row_index < num_rows)
+            store_in_fp8(y, largest, mask, row_values, scales + row_index, row_mask)
 
 
 @triton.jit
@@ -304,7 +299,8 @@ def _backward_kernel(
     program_row, row_step = rows_of_program(ROWS)
     for first_row in tl.range(program_row, num_rows, row_step, num_stages=STAGES):
         row_index = first_row + row_in_block
-        mask = (row_index < num_rows) & column_mask
+        row_mask = row_index < num_rows
+        mask = row_mask & column_mask
         gate_offsets = first_row * X_WIDTH + x_offsets
         gate = load_float32(x + gate_offsets, mask) + gate_bias
         gate_grad = load_float32(output_grad_pointer + first_row * WIDTH + output_offsets, mask)
@@ -327,9 +323,9 @@ def _backward_kernel(
                 up_grad = up_grad.to(x_grad_pointer.dtype.element_ty).to(tl.float32)
                 largest = tl.maximum(largest, tl.max(tl.abs(up_grad), 1, keep_dims=True))
                 up_values = values + WIDTH + gate_offsets
-                store_in_fp8(up_grad, largest, mask, up_values, scales + row_index, row_index < num_rows)
+                store_in_fp8(up_grad, largest, mask, up_values, scales + row_index, row_mask)
             gate_values = values + gate_offsets
-            store_in_fp8(gate_grad, largest, mask, gate_values, scales + row_index, row_index < num_rows)
+            store_in_fp8(gate_grad, largest, mask, gate_values, scales + row_index, row_mask)
 
     # Sums that are not stored are not computed.
     if IS_TRAINED:
@@ -356,11 +352,12 @@ class _BiasedActivation(torch.autograd.Function):
 
         activated = x.new_empty(*x.shape[:-1], width)
         num_rows = activated.numel() // width
-        grid, block = launch_grid(num_rows, FORWARD_ROWS, width), _launch_options(width, FORWARD_ROWS)
         fp8_rows: tuple[Tensor | None, Tensor | None] = None, None
         if ctx.is_quantized:
             fp8_rows = keep_empty_rows(activated)
             grid, block = WHOLE_ROWS_FORWARD.launch(num_rows, width)
+        else:
+            grid, block = launch_columns(num_rows, width, FORWARD_ROWS)
         if num_rows:
             _forward_kernel[grid](
                 x, bias, activated, *fp8_rows, num_rows,
@@ -374,11 +371,12 @@ class _BiasedActivation(torch.autograd.Function):
         is_trained, width = ctx.needs_input_grad[1], output_grad.shape[-1]
         num_rows = output_grad.numel() // width
         x_grad = torch.empty_like(x)
-        grid, block = launch_grid(num_rows, BACKWARD_ROWS, width), _launch_options(width, BACKWARD_ROWS)
         fp8_rows: tuple[Tensor | None, Tensor | None] = None, None
         if ctx.is_quantized:
             fp8_rows = keep_empty_rows(x_grad)
             grid, block = WHOLE_ROWS_BACKWARD.launch(num_rows, width)
+        else:
+            grid, block = launch_columns(num_rows, width, BACKWARD_ROWS)
         bias_grads = x.new_empty(grid[1] if is_trained else 0, x.shape[-1], dtype=torch.float32)
         if num_rows:
             _backward_kernel[grid](

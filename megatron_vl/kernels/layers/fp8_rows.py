@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.held_tensor import HeldTensor
 from megatron_vl.kernels.sizes import next_power_of_2
 
 
@@ -63,23 +64,22 @@ def empty_rows(x: Tensor) -> ScaledRows:
     return ScaledRows(values, x.new_empty(len(values), 1, dtype=torch.float32))
 
 
-_kept: list[tuple[Tensor, int, ScaledRows]] = []
-"""None or one: a tensor, its version, and its rows in FP8. It is held, so no other one gets its address."""
+_kept: list[tuple[HeldTensor, ScaledRows]] = []
+"""None or one: a tensor and its rows in FP8."""
 
 
 def keep_empty_rows(x: Tensor) -> ScaledRows:
     """Memory for ``x`` in FP8, for a kernel that writes both. The linear that reads ``x`` next takes it."""
     rows = empty_rows(x)
-    _kept[:] = [(x.detach(), x._version, rows)]
+    _kept[:] = [(HeldTensor(x), rows)]
     return rows
 
 
 def rows_of(x: Tensor) -> ScaledRows:
     """``x``, contiguous [rows, width], in FP8: the rows that were kept, if they are its, else quantised."""
     if _kept:
-        tensor, version, rows = _kept.pop()
-        is_kept = x.data_ptr() == tensor.data_ptr() and x.shape == rows.values.shape
-        if is_kept and x.dtype == tensor.dtype and x._version == version:
+        held_tensor, rows = _kept.pop()
+        if held_tensor.has_values_of(x) and x.shape == rows.values.shape:
             return rows
     return quantize_rows(x)
 
