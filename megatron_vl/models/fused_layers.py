@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from megatron_vl.kernels.held_tensor import HeldTensor
 from megatron_vl.kernels.where_kernels_run import runs_on_kernels
 from megatron_vl.models.attention import PackedRow
+from megatron_vl.models.fp8_activation import Fp8SwiGLU, activation_quantizers, takes_fp8_activation
 from megatron_vl.models.fp8_linear import Fp8Rows
 
 
@@ -101,6 +102,7 @@ class FusedMLP(MLP):
     def __init__(self, *args: Any, recompute_activation: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.recompute_activation = recompute_activation
+        self.takes_fp8_activation = takes_fp8_activation(self.config)
         names = {function: name for name, function in ACTIVATIONS.items()}
         self.activation_name = names[self.config.activation_func]
 
@@ -109,6 +111,10 @@ class FusedMLP(MLP):
     ) -> tuple[Tensor, Tensor | None]:
         """[S, 1, H] -> ([S, 1, H], bias to add or None)"""
         assert per_token_scale is None, "for experts only"
+        if self.takes_fp8_activation and torch.is_grad_enabled():
+            if quantizers := activation_quantizers(self.linear_fc1, self.linear_fc2):
+                return self._forward_in_fp8(hidden_states, *quantizers)
+
         intermediate_states, bias = self.linear_fc1(hidden_states)
         activated_states = self._apply_activation(
             intermediate_states, bias, is_quantized=isinstance(self.linear_fc2, Fp8Rows)
@@ -119,6 +125,15 @@ class FusedMLP(MLP):
             activated_states, self._apply_activation, intermediate_states.detach(), bias
         ):
             return self.linear_fc2(activated_states)
+
+    def _forward_in_fp8(self, hidden_states: Tensor, *quantizers: Any) -> tuple[Tensor, None]:
+        # Transformer Engine keeps the transpose of a matrix alone, so rows have no second axis here.
+        intermediate_states, _ = self.linear_fc1(hidden_states.flatten(0, 1))
+        activated_states = Fp8SwiGLU.apply(intermediate_states, *quantizers)
+        output, _ = self.linear_fc2(activated_states)
+        # The backward pass reads the transpose alone.
+        activated_states.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return output[:, None], None
 
     def _apply_activation(
         self, intermediate_states: Tensor, bias: Tensor | None, *, is_quantized: bool = False

@@ -1,0 +1,85 @@
+"""SwiGLU that writes FP8 for a linear with delayed scaling, in Triton.
+
+Such a linear multiplies FP8 with one scale for the whole tensor, which is known before. It reads the rows,
+and in the backward pass the transpose. The kernel writes both. To write bf16 and cast it would move these
+bytes twice: 0.4 ms of a decoder layer of Qwen2.5-VL-7B with 8192 tokens (benchmarks/log/speed.md).
+
+Values are rounded to bf16 first, so the FP8 numbers are those of a cast of
+:func:`~megatron_vl.kernels.layers.swiglu.swiglu`, to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_vl.kernels.sizes import cdiv
+
+BLOCK_ROWS = 64
+BLOCK_COLUMNS = 64
+NUM_WARPS = 8
+
+
+@triton.jit
+def _store_tile(y, scale, largest, values, transposed, row, column, mask, num_rows, width):
+    """``y``, a tile, in FP8. ``largest``: pointer to the largest magnitude so far."""
+    y = y.to(tl.bfloat16).to(tl.float32)
+    tl.atomic_max(largest, tl.max(tl.abs(y)), sem="relaxed")
+    y = (y * scale).to(values.dtype.element_ty)
+    tl.store(values + row * width + column, y, mask)
+    tl.store(transposed + tl.trans(column) * num_rows + tl.trans(row), tl.trans(y), tl.trans(mask))
+
+
+@triton.jit
+def _swiglu_kernel(
+    x, output_grad, scale_pointer, largest, values, transposed, inverse_scale, num_rows, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The result, or with ``output_grad`` the gradient of ``x``. A program takes a tile of the result."""
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (row < num_rows) & (column < width)
+    gate_pointers = x + row * 2 * width + column
+    gate = tl.load(gate_pointers, mask, 0.0).to(tl.float32)
+    up = tl.load(gate_pointers + width, mask, 0.0).to(tl.float32)
+    scale = tl.load(scale_pointer)
+    tl.store(inverse_scale, tl.div_rn(1.0, scale))
+
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    if output_grad is None:
+        _store_tile(silu * up, scale, largest, values, transposed, row, column, mask, num_rows, width)
+    else:
+        grad = tl.load(output_grad + row * width + column, mask, 0.0).to(tl.float32)
+        gate_grad = grad * up * (sigmoid + silu * (1 - sigmoid))
+        x_width = 2 * width
+        _store_tile(gate_grad, scale, largest, values, transposed, row, column, mask, num_rows, x_width)
+        column += width
+        _store_tile(grad * silu, scale, largest, values, transposed, row, column, mask, num_rows, x_width)
+
+
+def swiglu_in_fp8(
+    x: Tensor, scale: Tensor, largest: Tensor, output_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SwiGLU of contiguous ``x`` [rows, 2 * F] in e4m3, or the gradient of ``x`` in e5m2.
+
+    Args:
+        scale: fp32 [1], which numbers are multiplied by before they are rounded to FP8.
+        largest: fp32 [1], the largest magnitude so far, which those of the result are added to.
+        output_grad: [rows, F]; None: the result itself.
+
+    Returns:
+        Bytes of the numbers [rows, width]; their transpose [width, rows]; the reciprocal of ``scale``.
+    """
+    num_rows, width = x.shape[0], x.shape[1] // 2
+    shape = (num_rows, width) if output_grad is None else x.shape
+    fp8 = torch.float8_e4m3fn if output_grad is None else torch.float8_e5m2
+    values, transposed = x.new_empty(shape, dtype=fp8), x.new_empty(shape[::-1], dtype=fp8)
+    inverse_scale = torch.empty_like(scale)
+    _swiglu_kernel[cdiv(width, BLOCK_COLUMNS), cdiv(num_rows, BLOCK_ROWS)](
+        x, output_grad, scale, largest, values, transposed, inverse_scale, num_rows, width,
+        ROWS=BLOCK_ROWS, COLUMNS=BLOCK_COLUMNS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return values.view(torch.uint8), transposed.view(torch.uint8), inverse_scale

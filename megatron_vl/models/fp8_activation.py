@@ -1,0 +1,73 @@
+"""SwiGLU between two linears of Transformer Engine in FP8 with delayed scaling.
+
+The linears would cast SwiGLU's result and its gradient in kernels of their own. Here SwiGLU hands them FP8,
+as their quantizers would make it, to the bit.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformer_engine.pytorch import Float8Quantizer, Float8Tensor
+
+
+def takes_fp8_activation(config: TransformerConfig) -> bool:
+    """Whether SwiGLU of an MLP of ``config`` may hand on FP8.
+
+    A forward pass that is repeated needs the scales of the first one, which Transformer Engine restores only
+    within its linears.
+    """
+    is_repeated = config.recompute_granularity == "full" or "mlp" in (config.recompute_modules or [])
+    is_swiglu = config.gated_linear_unit and not config.add_bias_linear
+    return bool(config.fp8) and config.fp8_recipe == "delayed" and is_swiglu and not is_repeated
+
+
+def activation_quantizers(
+    linear_fc1: Any, linear_fc2: Any
+) -> tuple["Float8Quantizer", "Float8Quantizer"] | None:
+    """Of the input of ``linear_fc2``, and of the gradient of ``linear_fc1``'s output.
+
+    None in the first pass, which makes them, and where others read these tensors: adapters.
+    """
+    has_adapter = hasattr(linear_fc1, "adapter") or hasattr(linear_fc2, "adapter")
+    forward, backward = linear_fc2.quantizers["scaling_fwd"], linear_fc1.quantizers["scaling_bwd"]
+    if has_adapter or not forward or not backward:
+        return None
+    return forward[0], backward[0]
+
+
+class Fp8SwiGLU(torch.autograd.Function):
+    """[S, 2 * F] -> [S, F] in FP8"""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, quantizer: "Float8Quantizer", grad_quantizer: "Float8Quantizer") -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.grad_quantizer = grad_quantizer
+        return _quantized_swiglu(x, quantizer)
+
+    @staticmethod
+    def backward(ctx, output_grad: Tensor):
+        [x] = ctx.saved_tensors
+        return _quantized_swiglu(x, ctx.grad_quantizer, output_grad.contiguous()), None, None
+
+
+def _quantized_swiglu(
+    x: Tensor, quantizer: "Float8Quantizer", output_grad: Tensor | None = None
+) -> "Float8Tensor":
+    from transformer_engine.pytorch import Float8Tensor
+
+    from megatron_vl.kernels.layers.fp8_swiglu import swiglu_in_fp8
+
+    values, transposed, inverse_scale = swiglu_in_fp8(x, quantizer.scale, quantizer.amax, output_grad)
+    return Float8Tensor(
+        shape=values.shape,
+        dtype=x.dtype,
+        data=values,
+        data_transpose=transposed,
+        fp8_scale_inv=inverse_scale,
+        fp8_dtype=quantizer.dtype,
+        quantizer=quantizer,
+    )
