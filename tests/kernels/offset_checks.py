@@ -37,6 +37,7 @@ from megatron_vl.kernels.experts.token_copies_triton import (
 )
 from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum, column_sums_and_rows
 from megatron_vl.kernels.layers.fp8_rows import quantize_rows
+from megatron_vl.kernels.layers.fp8_swiglu import swiglu_in_fp8
 from megatron_vl.kernels.layers.residual_norm import residual_norm
 from megatron_vl.kernels.layers.swiglu import swiglu
 from megatron_vl.kernels.linear_attention import causal_conv_triton, gated_norm_triton
@@ -208,6 +209,7 @@ def launch_all() -> None:
     """The widest layers of released models."""
     run(swiglu(absent(TOKENS, 2 * 29568)))  # Qwen2.5-VL-72B
     run(swiglu(absent(8 * TOKENS, 2 * 768), absent(8 * TOKENS, dtype=torch.float32)))
+    swiglu_in_fp8(absent(TOKENS, 2 * 29568), torch.ones(1), torch.zeros(1), absent(TOKENS, 29568))
     run(residual_norm(absent(TOKENS, 8192), absent(8192), None, 1e-6, added=absent(TOKENS, 8192)))
     run(residual_norm(absent(PATCHES, 1280), absent(1280), absent(1280), 1e-6, is_quantized=True))
     quantize_rows(absent(PATCHES, 1280))

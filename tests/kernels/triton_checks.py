@@ -49,9 +49,11 @@ from megatron_vl.kernels.layers import fp8_rows
 from megatron_vl.kernels.layers import residual_norm as norm_kernels
 from megatron_vl.kernels.layers.biased_layers import biased_activation, biased_sum, column_sums
 from megatron_vl.kernels.layers.fp8_rows import quantize_columns, quantize_rows, row_scaled_product
+from megatron_vl.kernels.layers.fp8_swiglu import swiglu_in_fp8
 from megatron_vl.kernels.layers.residual_norm import residual_norm
-from megatron_vl.kernels.layers.swiglu import swiglu
+from megatron_vl.kernels.layers.swiglu import swiglu, swiglu_backward, swiglu_forward
 from megatron_vl.kernels.optimizer import adam, adam_triton, master_halves
+from megatron_vl.models.fp8_activation import Fp8SwiGLU, activation_quantizers
 from megatron_vl.models.fp8_linear import Fp8Rows, renew_fp8_weights
 from megatron_vl.models.fused_layers import ACTIVATIONS
 
@@ -211,6 +213,8 @@ def on_gpu() -> dict[str, float]:
         "linear in FP8, narrow": fp8_error(1001, 6912, 144),
         "rows in FP8 beside bf16": kept_rows_error(17_724, 1024, **bf16),
         "wide rows in FP8 beside bf16": kept_rows_error(1001, 3456, **bf16),
+        "SwiGLU in FP8": fp8_swiglu_error(*(torch.randn(1008, n * 1000, **bf16) for n in (2, 1))),
+        "SwiGLU in FP8 between linears": fp8_mlp_error(1024, 512, 1376),
         "linear of Transformer Engine": linear_error(17_724, 1280, 3840),
         "SwiGLU with a bias": activation_error("silu", 17_724, 3456, is_gated=True, **bf16),
         "GELU with a bias": activation_error("gelu_tanh", 17_724, 4352, **bf16),
@@ -265,6 +269,56 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
     if weight is not None:
         reference = reference * weight.view(-1, 1, 1)
     return worst(swiglu(x, weight), reference, [x] if weight is None else [x, weight])
+
+
+def fp8_swiglu_error(gate_and_up: Tensor, output_grad: Tensor) -> float:
+    """FP8 numbers of SwiGLU and of its gradient, and of their transposes, that a cast would not give."""
+    scale, wrong = gate_and_up.new_full((1,), 0.5, dtype=torch.float32), 0
+    x_grad = swiglu_backward(gate_and_up, None, output_grad, with_output=False)[0]
+    for grad, fp8, plain in (
+        (None, torch.float8_e4m3fn, swiglu_forward(gate_and_up, None)),
+        (output_grad, torch.float8_e5m2, x_grad),
+    ):
+        largest_number = torch.full_like(scale, 1e-3)
+        values, transposed, inverse = swiglu_in_fp8(gate_and_up, scale, largest_number, grad)
+        expected = (plain.float() * scale).to(fp8)
+        wrong += int((values.view(fp8).float() != expected.float()).sum() + (values.t() != transposed).sum())
+        assert (largest_number, inverse) == (plain.abs().max(), 2)
+    return float(wrong)
+
+
+def exact_swiglu_inputs(rows: int, width: int) -> list[Tensor]:
+    """For which FP8 has all results: Triton's interpreter does not round as a GPU does."""
+    numbers = (torch.randint(low, low + 3, (rows, width)).bfloat16() for low in (0, -1, -1))
+    gate, up, output_grad = numbers
+    return [torch.cat((32 * gate, up), 1), output_grad]
+
+
+def fp8_mlp_error(rows: int, width: int, inner_width: int) -> float:
+    """Elements that differ if SwiGLU hands FP8 to linears of Transformer Engine, from casts of their own."""
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch import Linear, autocast
+
+    inputs = [torch.randn(rows, width, device="cuda").bfloat16().requires_grad_() for _ in range(4)]
+    results = []
+    for hands_on_fp8 in (False, True):
+        torch.manual_seed(1)
+        linears = [
+            Linear(*shape, bias=False, params_dtype=torch.bfloat16)
+            for shape in ((width, 2 * inner_width), (inner_width, width))
+        ]
+        results.append([])
+        for x in inputs:
+            with autocast(enabled=True, recipe=DelayedScaling()):
+                quantizers = activation_quantizers(*linears)
+                inner = linears[0](x)
+                is_by_kernel = hands_on_fp8 and quantizers is not None
+                activated = Fp8SwiGLU.apply(inner, *quantizers) if is_by_kernel else swiglu(inner)
+                output = linears[1](activated)
+            weights = [linear.weight for linear in linears]
+            results[-1] += [output, *torch.autograd.grad(output, [x, *weights], torch.ones_like(output))]
+        assert quantizers is not None
+    return float(sum((one != other).sum() for one, other in zip(*results, strict=True)))
 
 
 def activation_error(name: str, rows: int, width: int, *, is_gated: bool = False, **kind: Any) -> float:
@@ -679,6 +733,7 @@ def main() -> None:
         "QuickGELU with a bias, one row": activation_error("quick_gelu", 1, 24),
         "linear in FP8": exact_fp8_error(37, 150, 48),
         "rows in FP8 beside others": kept_rows_error(9, 200, dtype=torch.bfloat16),
+        "SwiGLU in FP8": fp8_swiglu_error(*exact_swiglu_inputs(70, 150)),
         "swiglu, weighted": swiglu_error(5, 96, weighted=True),
         "experts, blocks that do not divide": experts_error([3, 0, 130, 64, 0, 300], 96, 72),
         "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),

@@ -18,46 +18,50 @@ from torch import Tensor
 from megatron_vl.kernels.sizes import cdiv
 
 BLOCK_ROWS = 64
-BLOCK_COLUMNS = 64
-NUM_WARPS = 8
+BLOCK_COLUMNS = 128
+NUM_WARPS = 16
 
 
 @triton.jit
-def _store_tile(y, scale, largest, values, transposed, row, column, mask, num_rows, width):
-    """``y``, a tile, in FP8. ``largest``: pointer to the largest magnitude so far."""
+def _store_tile(y, scale, values, transposed, row, column, mask, num_rows, width):
+    """Stores ``y``, a tile, in FP8. Returns its largest magnitude."""
     y = y.to(tl.bfloat16).to(tl.float32)
-    tl.atomic_max(largest, tl.max(tl.abs(y)), sem="relaxed")
+    largest = tl.max(tl.abs(y))
     y = (y * scale).to(values.dtype.element_ty)
     tl.store(values + row * width + column, y, mask)
     tl.store(transposed + tl.trans(column) * num_rows + tl.trans(row), tl.trans(y), tl.trans(mask))
+    return largest
 
 
 @triton.jit
 def _swiglu_kernel(
-    x, output_grad, scale_pointer, largest, values, transposed, inverse_scale, num_rows, width,
+    x, output_grad, scale_pointer, largest_pointer, values, transposed, inverse_scale, num_rows, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The result, or with ``output_grad`` the gradient of ``x``. A program takes a tile of the result."""
+    """The result, or with ``output_grad`` the gradient of ``x``. ``largest_pointer``: as ``largest`` below."""
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < num_rows) & (column < width)
     gate_pointers = x + row * 2 * width + column
     gate = tl.load(gate_pointers, mask, 0.0).to(tl.float32)
     up = tl.load(gate_pointers + width, mask, 0.0).to(tl.float32)
-    scale = tl.load(scale_pointer)
+    scale, largest_before = tl.load(scale_pointer), tl.load(largest_pointer)
     tl.store(inverse_scale, tl.div_rn(1.0, scale))
 
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     if output_grad is None:
-        _store_tile(silu * up, scale, largest, values, transposed, row, column, mask, num_rows, width)
+        largest = _store_tile(silu * up, scale, values, transposed, row, column, mask, num_rows, width)
     else:
         grad = tl.load(output_grad + row * width + column, mask, 0.0).to(tl.float32)
         gate_grad = grad * up * (sigmoid + silu * (1 - sigmoid))
         x_width = 2 * width
-        _store_tile(gate_grad, scale, largest, values, transposed, row, column, mask, num_rows, x_width)
+        largest = _store_tile(gate_grad, scale, values, transposed, row, column, mask, num_rows, x_width)
         column += width
-        _store_tile(grad * silu, scale, largest, values, transposed, row, column, mask, num_rows, x_width)
+        up_largest = _store_tile(grad * silu, scale, values, transposed, row, column, mask, num_rows, x_width)
+        largest = tl.maximum(largest, up_largest)
+    # Most programs need no atomic operation, which all would wait for.
+    tl.atomic_max(largest_pointer, largest, largest > largest_before, sem="relaxed")
 
 
 def swiglu_in_fp8(
