@@ -4,14 +4,11 @@ The linears would cast SwiGLU's result and its gradient in kernels of their own.
 as their quantizers would make it, to the bit.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from transformer_engine.pytorch import Float8Quantizer, Float8Tensor
 
 
 def takes_fp8_activation(config: TransformerConfig) -> bool:
@@ -25,25 +22,22 @@ def takes_fp8_activation(config: TransformerConfig) -> bool:
     return bool(config.fp8) and config.fp8_recipe == "delayed" and is_swiglu and not is_repeated
 
 
-def activation_quantizers(
-    linear_fc1: Any, linear_fc2: Any
-) -> tuple["Float8Quantizer", "Float8Quantizer"] | None:
-    """Of the input of ``linear_fc2``, and of the gradient of ``linear_fc1``'s output.
+def activation_quantizers(linear_fc1: Any, linear_fc2: Any) -> list[Any]:
+    """The quantizers of the input of ``linear_fc2``, and of the gradient of ``linear_fc1``'s output.
 
-    None in the first pass, which makes them, and where others read these tensors: adapters.
+    Empty in the first pass, which makes them, and beside adapters, which read these tensors too.
     """
-    has_adapter = hasattr(linear_fc1, "adapter") or hasattr(linear_fc2, "adapter")
-    forward, backward = linear_fc2.quantizers["scaling_fwd"], linear_fc1.quantizers["scaling_bwd"]
-    if has_adapter or not forward or not backward:
-        return None
-    return forward[0], backward[0]
+    if hasattr(linear_fc1, "adapter") or hasattr(linear_fc2, "adapter"):
+        return []
+    inputs, output_grads = linear_fc2.quantizers["scaling_fwd"], linear_fc1.quantizers["scaling_bwd"]
+    return [inputs[0], output_grads[0]] if inputs and output_grads else []
 
 
 class Fp8SwiGLU(torch.autograd.Function):
     """[S, 2 * F] -> [S, F] in FP8"""
 
     @staticmethod
-    def forward(ctx, x: Tensor, quantizer: "Float8Quantizer", grad_quantizer: "Float8Quantizer") -> Tensor:
+    def forward(ctx, x: Tensor, quantizer: Any, grad_quantizer: Any) -> Tensor:
         ctx.save_for_backward(x)
         ctx.grad_quantizer = grad_quantizer
         return _quantized_swiglu(x, quantizer)
@@ -54,9 +48,7 @@ class Fp8SwiGLU(torch.autograd.Function):
         return _quantized_swiglu(x, ctx.grad_quantizer, output_grad.contiguous()), None, None
 
 
-def _quantized_swiglu(
-    x: Tensor, quantizer: "Float8Quantizer", output_grad: Tensor | None = None
-) -> "Float8Tensor":
+def _quantized_swiglu(x: Tensor, quantizer: Any, output_grad: Tensor | None = None) -> Tensor:
     from transformer_engine.pytorch import Float8Tensor
 
     from megatron_vl.kernels.layers.fp8_swiglu import swiglu_in_fp8

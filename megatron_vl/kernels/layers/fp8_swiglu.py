@@ -38,7 +38,7 @@ def _swiglu_kernel(
     x, output_grad, scale_pointer, largest_pointer, values, transposed, inverse_scale, num_rows, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The result, or with ``output_grad`` the gradient of ``x``. ``largest_pointer``: as ``largest`` below."""
+    """A tile of the result, or with ``output_grad`` of the gradient of ``x``."""
     row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < num_rows) & (column < width)

@@ -33,16 +33,6 @@ from megatron_vl.models.fused_layers import recompute_in_backward
 from megatron_vl.models.moe.dispatch import ExpertRows
 from megatron_vl.parallel.ddp import ReplicaDDP
 
-_placeholder_gradients: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
-
-
-def _placeholder_gradient(weight: Tensor) -> Tensor:
-    """The gradient to give autograd for a weight whose real gradient is already in ``main_grad``."""
-    key = (weight.shape, weight.dtype, weight.device)
-    if key not in _placeholder_gradients:
-        _placeholder_gradients[key] = torch.zeros_like(weight)
-    return _placeholder_gradients[key].detach()  # a separate tensor, or autograd copies it
-
 
 class ExpertWeights:
     """The weights of one linear of all local experts, as the kernels need them."""
@@ -92,7 +82,8 @@ class ExpertWeights:
         if self.ddp is not None:
             # Autograd calls the hook of the first weight itself, after this function.
             self.ddp.report_gradients_ready(self.expert_parameters[1:])
-        return [_placeholder_gradient(first_parameter) for _ in autograd_parameters]
+        # DDP's hook needs a gradient, which it does not read.
+        return [torch.empty_like(first_parameter)] * len(autograd_parameters)
 
 
 def plan_gather(rows: ExpertRows) -> TilePlan:
