@@ -15,12 +15,7 @@ import torch.distributed as dist
 
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.joining import join_store, raise_open_file_limit
-from megatron_vl.parallel.process_groups import (
-    cache_core_groups,
-    cached_group,
-    current_groups,
-    destroy_groups,
-)
+from megatron_vl.parallel.process_groups import cache_core_groups, current_groups, destroy_groups
 from megatron_vl.platform import Platform
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import Sharding, TensorInfo
@@ -222,9 +217,8 @@ def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGr
 
 def _own_group(members_by_group: torch.Tensor, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
     """The one of these groups that has this rank. Collective over all ranks."""
-    own_group: dist.ProcessGroup
-    for members in members_by_group.tolist():  # every rank must take part in the creation of every group
-        group = cached_group(members, backend, purpose, timeout=_collective_timeout)
-        if dist.get_rank() in members:
-            own_group = group
-    return own_group
+    groups = [  # every rank must take part in the creation of every group
+        (members, current_groups().get_group(members, backend, purpose, timeout=_collective_timeout))
+        for members in members_by_group.tolist()
+    ]
+    return next(group for members, group in groups if dist.get_rank() in members)

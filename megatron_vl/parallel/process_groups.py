@@ -16,7 +16,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -64,6 +63,10 @@ class _GroupCache:
     def get_group(
         self, member_ranks: list[int], backend: str | None, purpose: str | None, **group_options: Any
     ) -> Any:
+        """Makes a group as ``torch.distributed.new_group`` does, or reuses the group of an earlier layout.
+
+        Collective over all ranks.
+        """
         kind = (tuple(member_ranks), backend, purpose)
         key = (kind, self.request_counts[kind])
         self.request_counts[kind] += 1
@@ -83,16 +86,6 @@ def current_groups() -> _GroupCache:
     if _group_cache is None or _group_cache.world_group is not dist.group.WORLD:
         _group_cache = _GroupCache(dist.group.WORLD)
     return _group_cache
-
-
-def cached_group(
-    member_ranks: list[int], backend: str | None, purpose: str, timeout: timedelta | None = None
-) -> Any:
-    """Makes a group as ``torch.distributed.new_group`` does, or reuses the group of an earlier layout.
-
-    Collective over all ranks.
-    """
-    return current_groups().get_group(member_ranks, backend, purpose, timeout=timeout)
 
 
 @contextmanager
