@@ -94,9 +94,8 @@ class _ModelBuilder:
     def build_chunk(self, virtual_stage: int) -> VisionLanguageModel:
         """This rank's part of the language model on a virtual stage, with the tower if it stands there."""
         layout = self.layout
-        vision_tower = None
-        if self.pipeline_rank == 0 and virtual_stage == 0 and not layout.decoupled:
-            vision_tower = self._build_tower(layout)
+        has_tower = self.pipeline_rank == 0 and virtual_stage == 0 and not layout.decoupled
+        vision_tower = self._build_tower(layout) if has_tower else None
         layer_range = layout.chunk_layers(self.pipeline_rank, virtual_stage)
         language_model = self._build_language_model(virtual_stage, layer_range)
 
@@ -142,10 +141,9 @@ class _ModelBuilder:
         """The vision tower on the ranks of ``tp_group``; None: the language model's tensor-parallel group."""
         config, vision_spec = self.config, self.spec.vision
         # The tower has no pipeline, and its rows are never shared.
-        tower_groups = ProcessGroupCollection()
-        tower_groups.tp = tp_group or mpu.get_tensor_model_parallel_group()
-        tower_groups.cp = group_of_this_rank()
-        tower_groups.pp = None
+        tower_groups = ProcessGroupCollection(
+            tp=tp_group or mpu.get_tensor_model_parallel_group(), cp=group_of_this_rank(), pp=None
+        )
         # With float32 inputs, the window kernel's products would be TF32.
         has_window_kernel = self.platform.name == "cuda" and config.dtype == "bfloat16"
         return VisionTower(

@@ -298,18 +298,15 @@ class DecoupledTower:
 
 def tower_process_groups() -> ProcessGroupCollection:
     """The process groups of a tower that every rank holds whole: all ranks are data-parallel ranks."""
-    pg_collection = ProcessGroupCollection()
-    pg_collection.dp = pg_collection.dp_cp = dist.group.WORLD
-
-    single_rank_group = group_of_this_rank()
-    pg_collection.tp = pg_collection.pp = pg_collection.cp = pg_collection.mp = single_rank_group
-    pg_collection.ep = pg_collection.tp_ep_pp = single_rank_group
-    pg_collection.expt_tp = pg_collection.expt_dp = single_rank_group
-
-    # With the distributed optimizer, the gradient norm is summed over the slices of all ranks, as for the
-    # language model.
-    pg_collection.intra_dist_opt = mpu.get_intra_distributed_optimizer_instance_group()
-    return pg_collection
+    groups_of_one = ("tp", "pp", "cp", "mp", "ep", "tp_ep_pp", "expt_tp", "expt_dp")
+    return ProcessGroupCollection(
+        dp=dist.group.WORLD,
+        dp_cp=dist.group.WORLD,
+        **dict.fromkeys(groups_of_one, group_of_this_rank()),
+        # With the distributed optimizer, the gradient norm is summed over the slices of all ranks, as for the
+        # language model.
+        intra_dist_opt=mpu.get_intra_distributed_optimizer_instance_group(),
+    )
 
 
 def exchange_with_first(
@@ -333,9 +330,9 @@ def exchange_with_first(
     # What the first rank exchanges with each rank, and what this rank exchanges with the first one.
     splits_of_first = list(rank_sizes) if rank == 0 else [0] * len(rank_sizes)
     splits_with_first = [rank_sizes[rank], *[0] * (len(rank_sizes) - 1)]
-    send_splits, receive_splits = splits_of_first, splits_with_first
-    if should_gather:
-        send_splits, receive_splits = splits_with_first, splits_of_first
+    send_splits, receive_splits = (
+        (splits_with_first, splits_of_first) if should_gather else (splits_of_first, splits_with_first)
+    )
 
     # One exchange with empty splits, because NCCL has no gather or scatter of parts of unequal length.
     received_part = local_part.new_empty(sum(receive_splits), *local_part.shape[1:])

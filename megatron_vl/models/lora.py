@@ -9,6 +9,7 @@ factor is on all ranks. Only the ``rank`` columns between the two factors are ex
 over the ranks, and over tokens under sequence parallelism.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from typing import Any
@@ -140,11 +141,9 @@ class LinearAdapter(nn.Module):
         if not self.dropout or not self.training:
             return x
         has_own_input = self.sequence_parallel or not self.is_column
-        if self.tp_size == 1 or not has_own_input:
-            return F.dropout(x, self.dropout)
-
         # Ranks with the same input need the same mask, ranks with their own part of it another one.
-        with get_cuda_rng_tracker().fork():
+        masks_differ = self.tp_size > 1 and has_own_input
+        with get_cuda_rng_tracker().fork() if masks_differ else contextlib.nullcontext():
             return F.dropout(x, self.dropout)
 
 

@@ -228,8 +228,7 @@ def embeddings_of_next(token_embeddings: Tensor, language_model: GPTModel) -> Te
         first_of_parts = gather_from_sequence_parallel_region(first_of_parts, group=cp_group)
     # After the last part, the first one follows.
     next_part = (cp_group.rank() + 1) % cp_group.size()
-    first_of_next = first_of_parts[next_part : next_part + 1]
-    next_embeddings = torch.cat((token_embeddings[1:], first_of_next))
+    next_embeddings = torch.cat((token_embeddings[1:], first_of_parts[next_part : next_part + 1]))
     if language_model.config.sequence_parallel:
         next_embeddings = scatter_to_sequence_parallel_region(next_embeddings)
     return next_embeddings

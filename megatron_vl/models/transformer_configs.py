@@ -51,11 +51,11 @@ def language_config(
     if language_spec.linear_attention is not None and config.fp8.recipe != "none":
         check_fp8_width(language_spec.linear_attention, config)
 
-    expert_settings: dict[str, Any] = {}
-    if language_spec.moe:
-        expert_settings = moe_core_settings(
-            platform, language_spec, layout, aux_loss_coefficient=aux_loss_coefficient
-        )
+    expert_settings: dict[str, Any] = (
+        moe_core_settings(platform, language_spec, layout, aux_loss_coefficient=aux_loss_coefficient)
+        if language_spec.moe
+        else {}
+    )
     transformer_config = TransformerConfig(
         bias_activation_fusion=platform.name == "cuda",
         sequence_parallel=config.parallel.sequence_parallel,

@@ -243,7 +243,8 @@ class VisionTower(nn.Module):
         last_states, inner_states = hidden_states if self.deepstack_mergers else (hidden_states, [])
 
         # The mergers are trained even if the layers are frozen, so they run outside of ``set_grad_enabled``.
-        deepstack_features = []
-        for merger, layer_states in zip(self.deepstack_mergers, inner_states, strict=True):
-            deepstack_features.append(merger(layer_states).squeeze(1))
+        deepstack_features = [
+            merger(layer_states).squeeze(1)
+            for merger, layer_states in zip(self.deepstack_mergers, inner_states, strict=True)
+        ]
         return [self.merger(last_states).squeeze(1), *deepstack_features]

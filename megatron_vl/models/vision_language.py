@@ -237,9 +237,7 @@ class VisionLanguageModel(MegatronModule):
         if self.absent_tower is None or row.feature_index is None:
             return False
         encodes_image = row.feature_index.numel() if row.feature_route is None else row.feature_route.encodes
-        if encodes_image:
-            return False
-        return not torch.is_grad_enabled() or self._backward_reaches_embedding
+        return not encodes_image and (not torch.is_grad_enabled() or self._backward_reaches_embedding)
 
 
 class TowerEverywhere(MegatronModule):

@@ -232,10 +232,12 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         if self.ep_size == 1:
             self._row_ids_by_expert = make_row_ids(routing_map)
             self._tokens_per_expert = routing_map.sum(0)
-            # Padding has no experts, so this is an upper bound. The exact number would make the host wait.
-            self._num_expert_rows = flat_states.shape[0] * self.top_k
-            if not self.experts_gather:
-                self._num_expert_rows = int(self._tokens_per_expert.sum())
+            self._num_expert_rows = (
+                # An upper bound, because padding has no experts. The exact number makes the host wait.
+                flat_states.shape[0] * self.top_k
+                if self.experts_gather
+                else int(self._tokens_per_expert.sum())
+            )
             self._row_buffer, self._prob_buffer = self._sort_by_expert(flat_states, probs)
             return hidden_states, probs
 
