@@ -138,7 +138,7 @@ def read_conversation(
     # Before results are ordered, because objects are in the order of the record.
     object_reader = ObjectReader(record, [kind for kind, _ in reader.media_references], num_media)
     messages = object_reader.read_messages([*messages, *unfinished])[: len(messages)]
-    record_weight, _ = read_loss_weight(record, RECORD_WEIGHT_KEYS, "") or (1.0, "")
+    record_weight, _ = read_loss_weight(record, RECORD_WEIGHT_KEYS, "")
     answers = [message for message in messages if message["role"] == "assistant"]
     for answer in answers if record_weight != 1 else ():
         answer["loss_weight"] = record_weight * answer.get("loss_weight", 1.0)
@@ -182,7 +182,7 @@ def _without_unread_objects(
 
 def _checked_document(record: dict[str, Any], messages: list[Message], reader: RecordReader) -> Conversation:
     """A document. Raises RecordError if it is not to be trained on."""
-    weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "") or (1.0, "")
+    weight = read_loss_weight(record, RECORD_WEIGHT_KEYS, "")
     media_kinds = [kind for kind, _ in reader.media_references]
     object_reader = ObjectReader(record, media_kinds, len(media_kinds))
     if media_kinds or any(record.get(field) for field in OBJECT_FIELDS):  # text alone is not searched

@@ -254,8 +254,8 @@ MAX_LOSS_WEIGHT = 1e4
 
 def read_loss_weight(
     json_object: dict[str, Any], weight_keys: tuple[str, ...], field_prefix: str
-) -> tuple[float, str] | None:
-    """The weight of a turn or record and the field that gives it; None if no field does.
+) -> tuple[float, str]:
+    """The weight of a turn or record and the field that gives it; 1 and no text if no field does.
 
     Raises:
         RecordError: it is not a number from 0 to 10000, or two fields differ.
@@ -277,7 +277,7 @@ def read_loss_weight(
             detail = f"{weight[1]} is {weight[0]:g}, but {field_path} is {shorten_value(weight_value)}"
             raise RecordError("bad loss weight", detail, field_path)
         weight = weight or (float(weight_value), field_path)
-    return weight
+    return weight or (1.0, "")
 
 
 def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str) -> None:
@@ -286,17 +286,13 @@ def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str)
     Raises:
         RecordError: a turn that is not the assistant's has a weight above 0; only answers are trained on.
     """
-    weight = read_loss_weight(turn, TURN_WEIGHT_KEYS, field_prefix)
-    if weight is None:
-        return
-    if message["role"] != "assistant":
-        # True and 1 are what tools write into every turn; other numbers were chosen for this one.
-        if weight[0] not in (0.0, 1.0):
-            detail = (
-                f"the {message['role']}'s turn has the loss weight {weight[0]:g}, "
-                "but only answers are trained on"
-            )
-            raise RecordError("loss on a prompt", detail, weight[1])
-        return
-    if weight[0] != 1:
-        message["loss_weight"] = weight[0]
+    weight, field_path = read_loss_weight(turn, TURN_WEIGHT_KEYS, field_prefix)
+    is_answer = message["role"] == "assistant"
+    # True and 1 are what tools write into every turn; other numbers were chosen for this one.
+    if not is_answer and weight not in (0.0, 1.0):
+        detail = (
+            f"the {message['role']}'s turn has the loss weight {weight:g}, but only answers are trained on"
+        )
+        raise RecordError("loss on a prompt", detail, field_path)
+    if is_answer and weight != 1:
+        message["loss_weight"] = weight

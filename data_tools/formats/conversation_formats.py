@@ -127,8 +127,10 @@ def _history_turns(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
         if not isinstance(history_pair, (list, tuple)) or len(history_pair) != 2:
             detail = f"a pair of question and answer is required, but this is {shorten_value(history_pair)}"
             raise RecordError("bad history", detail, f"history[{i}]")
-        role_turns.append(("user", history_pair[0], f"history[{i}][0]"))
-        role_turns.append(("assistant", history_pair[1], f"history[{i}][1]"))
+        role_turns += [
+            ("user", history_pair[0], f"history[{i}][0]"),
+            ("assistant", history_pair[1], f"history[{i}][1]"),
+        ]
     return role_turns
 
 
@@ -149,8 +151,10 @@ def _read_alpaca(record: dict[str, Any], reader: RecordReader) -> list[Message]:
         raise RecordError("no assistant turn", detail, "instruction")
     # An empty turn shows that the answer is missing, which those of the history would hide.
     answer = record[answer_field] if answer_field else ""
-    role_turns.append(("user", question_text, question_fields[0]))
-    role_turns.append(("assistant", answer, answer_field or ANSWER_FIELDS[0]))
+    role_turns += [
+        ("user", question_text, question_fields[0]),
+        ("assistant", answer, answer_field or ANSWER_FIELDS[0]),
+    ]
     return [reader.read_content(*turn) for turn in role_turns]
 
 

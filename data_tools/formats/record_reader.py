@@ -283,21 +283,18 @@ class RecordReader:
         return message
 
     def read_content(self, role: str, turn_content: Any, field_path: str) -> Message:
-        message: Message = {"role": role, "content": ""}
         for item, text_path in _located_items(turn_content, field_path) if role != "assistant" else ():
             if isinstance(item, dict):
                 item, text_path = item.get("text"), f"{text_path}.text"
             if isinstance(item, str):
                 refuse_audio_in(item, text_path)
-        if not isinstance(turn_content, list):
+        if isinstance(turn_content, list):
+            located = _located_items(turn_content, field_path)
+            parts = [part for item, part_path in located for part in self.read_part(item, part_path)]
+        else:
             text, strips = checked_text(turn_content, field_path), self.strip_user_text and role == "user"
-            message["content"] = join_text_parts(self.text_parts(text, strips))
-            return message
-
-        located = _located_items(turn_content, field_path)
-        parts = [part for item, part_path in located for part in self.read_part(item, part_path)]
-        message["content"] = join_text_parts(parts)
-        return message
+            parts = self.text_parts(text, strips)
+        return {"role": role, "content": join_text_parts(parts)}
 
     def add_turn_reasoning(self, message: Message, turn: dict[str, Any], field_path: str) -> None:
         for key in REASONING_KEYS:
