@@ -8,7 +8,7 @@ from typing import Any
 from megatron_vl.data.packing.training_row import TrainingRow
 
 
-class GivenRows:
+class GivenRows(Iterator[TrainingRow]):
     """Gives one data-parallel rank rows from memory, and the trainer what it asks of a loader.
 
     Args:
@@ -22,9 +22,6 @@ class GivenRows:
         self.rows = iter(rows)
         self.row_settings: dict[str, Any] = {}
         self.model_folder_settings: dict[str, Any] = {}
-
-    def __iter__(self) -> GivenRows:
-        return self
 
     def __next__(self) -> TrainingRow:
         return next(self.rows)

@@ -219,8 +219,7 @@ def load_row(pickled_row: bytes) -> TrainingRow:
     """The row of :func:`dump_row`, in the memory that its process shares."""
     stream, shared, bounds = pickle.loads(pickled_row)
     memory = memoryview(shared.numpy())
-    row: TrainingRow = pickle.loads(stream, buffers=[memory[start:stop] for start, stop in bounds])
-    return row
+    return pickle.loads(stream, buffers=[memory[start:stop] for start, stop in bounds])
 
 
 def start_loader(dataset: Any, sampler: Any, worker_count: int, prefetched: int = PREFETCHED) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron.energon.errors import FatalSampleError
@@ -49,7 +49,7 @@ NEW_FIELDS: dict[str, Any] = {"too_long": None, "template_arguments": {}}
 holds from where it resumes."""
 
 
-class RowLoader:
+class RowLoader(Iterator[TrainingRow]):
     """Iterator over the rows of one data-parallel rank. All ranks plan the same batches.
 
     Args:
@@ -73,9 +73,6 @@ class RowLoader:
         self._start_row = 0
         self._is_closed = False
         self._rank_rows: PlannedRankRows | None = None
-
-    def __iter__(self) -> RowLoader:
-        return self
 
     def __next__(self) -> TrainingRow:
         if self._is_closed:

@@ -51,7 +51,7 @@ SECONDS_PER_GRID = 3.75
 """Seconds per frame group. In Qwen2.5-VL, time positions then reach further than rows and columns."""
 
 
-class SyntheticRows:
+class SyntheticRows(Iterator[TrainingRow]):
     """Iterator over the random rows of one data-parallel rank, in place of
     :class:`~megatron_vl.data.row_loader.RowLoader`.
 
@@ -73,9 +73,6 @@ class SyntheticRows:
         self.model_folder_settings: dict[str, Any] = {}
         """Nothing comes from the files of a tokenizer or image processor."""
         self.start_notes = [f"{data_config.path}: {self._num_rows} different rows of random tokens, in turn"]
-
-    def __iter__(self) -> SyntheticRows:
-        return self
 
     def __next__(self) -> TrainingRow:
         # Drawing begins with the first row, because a state may be loaded before it.
@@ -169,12 +166,8 @@ def choose_rows(data_config: DataConfig, spec: ModelSpec) -> Iterator[list[Chose
     """Yields each different row of ``data.path``, before its tokens and pixels are drawn."""
     rng, seq_len = random.Random(data_config.seed), data_config.seq_len
     choose_sample = {"synthetic:images": image_sample, "synthetic:text": text_sample}[str(data_config.path)]
-
-    def choose_samples() -> Iterator[ChosenSample]:
-        while True:
-            yield choose_sample(spec, rng, seq_len)
-
-    return itertools.islice(fill_rows(choose_samples(), seq_len), num_distinct_rows(seq_len))
+    samples = (choose_sample(spec, rng, seq_len) for _ in itertools.count())
+    return itertools.islice(fill_rows(samples, seq_len), num_distinct_rows(seq_len))
 
 
 def fill_rows[Sample: Sized](samples: Iterable[Sample], seq_len: int) -> Iterator[list[Sample]]:
