@@ -8,7 +8,6 @@ folders with more rows, and ``compare.py`` compares checkpoints.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 from megatron_vl.spec.families import ModelSpec
 
@@ -36,9 +35,6 @@ def make_conversion_rules(
         expert_style: how the HF folder stores experts, if the model has any; None: as released.
         mtp_expert_style: the same for multi-token prediction, if that is part of the model.
     """
-    make_family_rules = RULES_BY_FAMILY[spec.family]
-    if spec.language.has_mtp:
-        make_family_rules = partial(make_family_rules, mtp_expert_style=mtp_expert_style)
-    if spec.language.moe:
-        return make_family_rules(spec, expert_style or RELEASED_EXPERT_STYLE[spec.family])
-    return make_family_rules(spec)
+    mtp_options = {"mtp_expert_style": mtp_expert_style} if spec.language.has_mtp else {}
+    styles = [expert_style or RELEASED_EXPERT_STYLE[spec.family]] if spec.language.moe else []
+    return RULES_BY_FAMILY[spec.family](spec, *styles, **mtp_options)

@@ -43,8 +43,9 @@ def open_added_weights(config: TrainConfig, source_checkpoint: SavedCheckpoint |
     if not config.mtp.loss or is_random or not path or _hold_mtp(path):
         return None
     weights = HfCheckpoint(config.model.hf, has_mtp=True)
-    infos = weights.tensor_infos.items()  # what is loaded of the folder
-    weights.tensor_infos = {name: info for name, info in infos if name.startswith(MTP_PREFIX)}
+    weights.tensor_infos = {  # what is loaded of the folder
+        name: info for name, info in weights.tensor_infos.items() if name.startswith(MTP_PREFIX)
+    }
     return weights
 
 
@@ -90,11 +91,10 @@ def hf_digests(
 
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeights | None:
     """Checks the weights, and returns them without comparing hashes."""
-    if config.model.checkpoint == RANDOM_WEIGHTS:
-        return None
     check_weights_exist(config)
     start_weights = open_start_weights(config, should_verify=False)
-    assert start_weights is not None
+    if start_weights is None:
+        return None
     if isinstance(start_weights, HfCheckpoint):
         start_weights.check_tied_output()
     check_same_model(f"model.checkpoint {start_weights_path(config)}", start_weights.spec, config, spec)

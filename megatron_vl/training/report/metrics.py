@@ -71,8 +71,10 @@ class StepMetrics:
             # Integers are exact up to 2^53.
             values = torch.tensor([getattr(self, name) for name in names], dtype=torch.float64, device=device)
             dist.all_reduce(values, op=reduce_op)  # one for all numbers of a kind
-            for name, value in zip(names, values.tolist(), strict=True):
-                reduced[name] = type(getattr(self, name))(value)
+            reduced |= {
+                name: type(getattr(self, name))(value)
+                for name, value in zip(names, values.tolist(), strict=True)
+            }
         return StepMetrics(**reduced)
 
     def speed_metrics(

@@ -25,13 +25,14 @@ def recorded_fields(config: TrainConfig, spec: ModelSpec, row_settings: dict[str
     If the model or other fields decide about a field, it has the value that results. Fields without effect
     beside the others are left out.
     """
-    fields = {f"data.{name}": value for name, value in row_settings.items()}
-    for name in field_types():
-        is_recorded = name.partition(".")[0] in _RECORDED_SECTIONS or name in _RECORDED_FIELDS
-        if is_recorded and name not in _NOT_RECORDED:
-            fields[name] = operator.attrgetter(name)(config)
-
     part_rates = peak_learning_rates(config)
+    fields = {f"data.{name}": value for name, value in row_settings.items()}
+    fields |= {
+        name: operator.attrgetter(name)(config)
+        for name in field_types()
+        if name.partition(".")[0] in _RECORDED_SECTIONS or name in _RECORDED_FIELDS
+        if name not in _NOT_RECORDED
+    }
     fields |= {
         "model.moe_aux_loss": aux_loss(spec, config.model)[0],
         "model.rope_scaling": spec.language.yarn and spec.language.yarn.as_fields(),
