@@ -236,11 +236,8 @@ def stop_watching() -> None:
     if _watcher is None:
         return
     _watcher.orderly_end.set()
-    try:
+    with contextlib.suppress(RuntimeError):  # the rank that hosts the store has ended before this one
         _watcher.publish_failure(default_store(), RunFailure(_watcher.rank, ""))
-    except RuntimeError:
-        pass  # the rank that hosts the store has ended before this one
-    else:
         # The end of the rank that hosts the store would look like its death to the others.
         _watcher.wait_for_ranks(default_store(), "stopped", _PEER_TIMEOUT_S)
     _watcher.monitor.end_event.set()

@@ -224,11 +224,11 @@ def _feed_forward_tensors(
 ) -> None:
     if has_experts:
         _expert_tensors(language_spec, add_tensor)
-        return
-    hidden_size, ffn_hidden_size = language_spec.hidden_size, language_spec.ffn_hidden_size
-    add_tensor("mlp.linear_fc1.layer_norm_weight", (hidden_size,))
-    add_tensor("mlp.linear_fc1.weight", (2 * ffn_hidden_size, hidden_size), "gated")
-    add_tensor("mlp.linear_fc2.weight", (hidden_size, ffn_hidden_size), "row")
+    else:
+        hidden_size, ffn_hidden_size = language_spec.hidden_size, language_spec.ffn_hidden_size
+        add_tensor("mlp.linear_fc1.layer_norm_weight", (hidden_size,))
+        add_tensor("mlp.linear_fc1.weight", (2 * ffn_hidden_size, hidden_size), "gated")
+        add_tensor("mlp.linear_fc2.weight", (hidden_size, ffn_hidden_size), "row")
 
 
 def _softmax_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:

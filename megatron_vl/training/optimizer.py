@@ -235,8 +235,8 @@ def _scale_gradients(sub_optimizer: Any, factor: float) -> None:
     step_function = sub_optimizer.optimizer.step
     if isinstance(step_function, ChunkedStep) and step_function.runs_own_kernel:
         step_function.gradient_scale = factor
-        return
-    _multiply_gradients(sub_optimizer.get_parameters(), factor)
+    else:
+        _multiply_gradients(sub_optimizer.get_parameters(), factor)
 
 
 def _multiply_gradients(parameters: Iterable[Any], factor: float) -> None:

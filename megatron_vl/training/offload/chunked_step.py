@@ -306,16 +306,15 @@ class ChunkedStep:
     ) -> None:
         if step_coefficients is None:
             self._update_with_optimizer(param_groups, step_counts, state_chunk, chunk_state)
-            return
-
-        adam_step(
-            [make_parameter_slice(each, step_coefficients) for each in state_chunk.chunk_slices],
-            step_coefficients,
-            chunk_state.exp_avg,
-            chunk_state.exp_avg_sq,
-            chunk_state.low_bits,
-            self._tables_by_chunk.setdefault(id(state_chunk), LaunchTables()),
-        )
+        else:
+            adam_step(
+                [make_parameter_slice(each, step_coefficients) for each in state_chunk.chunk_slices],
+                step_coefficients,
+                chunk_state.exp_avg,
+                chunk_state.exp_avg_sq,
+                chunk_state.low_bits,
+                self._tables_by_chunk.setdefault(id(state_chunk), LaunchTables()),
+            )
 
     def _update_with_optimizer(
         self,
