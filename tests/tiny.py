@@ -11,17 +11,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from toolkit.common.tiny_checkpoint import TINY_FAMILIES, TinySizes, write_tiny_checkpoint
-
-__all__ = [
-    "SHORT_TOWER",
-    "TINY_FAMILIES",
-    "TWO_LAYERS",
-    "TinySizes",
-    "replace_tensor",
-    "tiny_checkpoint",
-    "write_tiny_checkpoint",
-]
+from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 SHORT_TOWER: dict[str, Any] = dict(vision_layers=2, full_attention_layers=(1,), deepstack_layers=(0, 1))
 TWO_LAYERS = SHORT_TOWER | {"layers": 2, "full_attention_layers_of": 2}

@@ -29,9 +29,9 @@ from megatron_vl.data.sample.thinking import GeneratedAnswer, split_thinking
 from megatron_vl.data.source.dataset_description import METADATA_DIR
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, compute_tokenization_id, open_stored_sizes
 from megatron_vl.spec.families import FAMILIES, read_spec
-from tests.tiny import TinySizes, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
-from toolkit.common.tiny_checkpoint import DEFAULT_TEXTS, write_small_files
+from toolkit.common.tiny_checkpoint import DEFAULT_TEXTS, TinySizes, write_small_files
 from toolkit.data.sample_view import planes_to_pixels
 from toolkit.generate.answers import Answerer, answer_dataset
 

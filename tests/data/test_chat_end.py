@@ -18,8 +18,7 @@ END_OF_TEXT, END_OF_TURN = 400, 402
 
 @pytest.fixture
 def hf(tmp_path: Path) -> Path:
-    shutil.copytree(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")
-    return tmp_path / "hf"
+    return shutil.copytree(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")
 
 
 def notes(hf: Path) -> list[str]:

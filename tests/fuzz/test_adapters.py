@@ -82,9 +82,8 @@ def due_refusal(settings: dict[str, Any], adapted: set[str], names: list[str]) -
         for entry in settings[setting]:
             if not any(values_of({entry: 0}, name) for name in names):
                 return f"{setting} {entry!r} matches no matrix"
-    if any(len(values_of(settings[setting], name)) > 1 for setting in SETTINGS for name in adapted):
-        return "values for"
-    return ""
+    has_two = any(len(values_of(settings[setting], name)) > 1 for setting in SETTINGS for name in adapted)
+    return "values for" if has_two else ""
 
 
 def with_old_names(folder: Path) -> None:

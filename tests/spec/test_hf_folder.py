@@ -35,8 +35,7 @@ TEMPLATES = [
 
 @pytest.fixture
 def hf(tmp_path: Path) -> Path:
-    shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
-    return tmp_path / "hf"
+    return shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
 
 
 def quantised(section: str, value: Any) -> Callable[[Path], None]:

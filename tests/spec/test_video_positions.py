@@ -20,13 +20,6 @@ MINUTE = GridTHW(16, 32, 20, "video", 3.75)
 SMALL_MINUTE = GridTHW(16, 8, 8, "video", 3.75)
 
 
-def positions_of(family, parts):
-    spec = spec_of(family)
-    sample = sample_of(spec, parts)
-    grids = [item.grid_thw for item in sample.media_items]
-    return mrope_positions(sample.token_ids, grids, spec), sample
-
-
 # Of each text token, and of <|vision_start|> and <|vision_end|>, its position; of a medium the positions of
 # its frame groups. Parts with a number are so many text tokens; each medium has its start and end token
 # around it.
@@ -84,7 +77,9 @@ WORKED_OUT = {
 @pytest.mark.parametrize(("family", "name"), WORKED_OUT)
 def test_positions_are_those_worked_out_by_hand(family, name):
     parts, before, times, after = WORKED_OUT[family, name]
-    positions, sample = positions_of(family, parts)
+    spec = spec_of(family)
+    sample = sample_of(spec, parts)
+    positions = mrope_positions(sample.token_ids, [item.grid_thw for item in sample.media_items], spec)
     is_text = sample.token_ids < 151655
     assert positions[:, is_text].tolist() == [[*before, *after]] * 3
 

@@ -228,9 +228,8 @@ def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) 
     lora = (*LORA, "--lora.targets", "[language]", "--lora.modules_to_save", "[merger,patch_embed]")
     options = (*lora, "--lora.dropout", "0.1", "--parallel.tp", "2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for run, stops in ((whole, [2]), (parts, [1, 2])):
-        for stop in stops:
-            trained(prepared, run, *options, "--stop_after", str(stop), ranks=2, steps=3)
+    for run, stop in ((whole, "2"), (parts, "1"), (parts, "2")):
+        trained(prepared, run, *options, "--stop_after", stop, ranks=2, steps=3)
 
     assert [line["loss"] for line in metrics(whole)] == [line["loss"] for line in metrics(parts)]
     assert "vision_model.patch_embed.proj.weight" in WeightReader(whole, takes_lora=True).tensor_names()

@@ -11,7 +11,7 @@ from converters.hf_checkpoint import HfCheckpoint
 from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig, RunConfigError, parse_config
 from megatron_vl.data.sample.tokenizer import load_tokenizer
-from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families import FAMILIES, read_spec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding
 from megatron_vl.training.start_weights import check_start_weights
 from megatron_vl.weights.model_digest import model_digest
@@ -19,10 +19,10 @@ from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.fp8_folders import fp8_folder
 from tests.data.datasets import converted
 from tests.support.tiny_run import trained
-from tests.tiny import TINY_FAMILIES, tiny_checkpoint
+from tests.tiny import tiny_checkpoint
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_equal_those_of_converted_weights(family: str, tmp_path) -> None:
     hf = tiny_checkpoint(family)
     convert_weights(hf, tmp_path / "converted")

@@ -29,8 +29,7 @@ RUN_FIELDS = {f"data.{name}": value for name, value in TRAINED.items()} | {"data
 
 @pytest.fixture
 def hf(tmp_path: Path) -> Path:
-    shutil.copytree(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")
-    return tmp_path / "hf"
+    return shutil.copytree(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")
 
 
 @pytest.fixture

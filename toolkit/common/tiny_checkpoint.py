@@ -26,7 +26,6 @@ from converters import make_conversion_rules
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import MTP_PREFIX
 
-TINY_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 NESTED_CONFIG_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families released with a nested config, and with the tensor names that transformers uses in memory."""
 HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe")  # with linear attention
