@@ -108,8 +108,7 @@ def resized(hf: Path, rows: int) -> None:
 
 
 def test_odd_numbers_of_rows_have_a_way_out(tmp_path: Path) -> None:
-    hf = tmp_path / "hf"
-    shutil.copytree(tiny_checkpoint("qwen3_vl"), hf)
+    hf = shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
     resized(hf, 415)
     with pytest.raises(LayoutError, match="vocabulary of 415 tokens.*convert --add-tokens` with an empty"):
         check_tensor_parallel(read_spec(hf), 2)
@@ -125,8 +124,7 @@ def test_odd_numbers_of_rows_have_a_way_out(tmp_path: Path) -> None:
 
 def test_tokens_without_a_row_get_one(tmp_path: Path) -> None:
     """A start is refused with the command that helps; an empty file gives their rows to all tokens."""
-    hf = tmp_path / "hf"
-    shutil.copytree(tiny_checkpoint("qwen3_vl"), hf)
+    hf = shutil.copytree(tiny_checkpoint("qwen3_vl"), tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(hf)
     pieces = tokenizer("<loc_299>", add_special_tokens=False)["input_ids"]
     tokenizer.add_tokens([f"<loc_{i}>" for i in range(300)])

@@ -209,8 +209,7 @@ def test_trained_float32_is_rounded_to_the_origins_type(tmp_path: Path) -> None:
 def test_force_touches_nothing_else(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf")
     convert_weights(origin, tmp_path / "full")
-    other = tmp_path / "another_hf"
-    shutil.copytree(origin, other)
+    other = shutil.copytree(origin, tmp_path / "another_hf")
     full = tmp_path / "full"
     for work, message in (
         (lambda: convert_weights(origin, full), "--force"),

@@ -1,7 +1,6 @@
 """An export says which rotary positions training saw, in config.json and in megatron_vl.json."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,27 +10,19 @@ from transformers import AutoConfig
 from converters.convert import convert_adapter, convert_weights, export_weights
 from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.families.rope import with_rope_scaling
 from megatron_vl.system.json_files import manifest_digest
 from megatron_vl.training.lora import check_same_model, with_start_lora
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.peft_models import peft_folder
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_checkpoint, with_yarn
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def folder_with_yarn(hf: Path, copied: Path) -> Path:
-    shutil.copytree(hf, copied)
-    config = json.loads((hf / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(with_rope_scaling(config, YARN)))
-    return copied
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_export_to_the_plain_folder_has_yarn(tmp_path: Path, family: str) -> None:
     hf = tiny_checkpoint(family)
-    convert_weights(folder_with_yarn(hf, tmp_path / "hf"), tmp_path / "weights")
+    convert_weights(with_yarn(hf, tmp_path / "hf", YARN), tmp_path / "weights")
     export_weights(tmp_path / "weights", hf, tmp_path / "out")
 
     trained = read_spec(tmp_path / "hf").language
@@ -61,13 +52,13 @@ def test_export_without_yarn_to_a_folder_with_it_has_none(tmp_path: Path) -> Non
     manifest = json.loads(manifest_path.read_text())
     manifest["origin"] |= {"media": {"min_pixels": 4, "max_pixels": 8}}
     manifest_path.write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}))
-    export_weights(tmp_path / "weights", folder_with_yarn(hf, tmp_path / "hf"), tmp_path / "out")
+    export_weights(tmp_path / "weights", with_yarn(hf, tmp_path / "hf", YARN), tmp_path / "out")
     assert read_spec(tmp_path / "out").language == read_spec(hf).language
     assert json.loads((tmp_path / "out" / "megatron_vl.json").read_text())["rope"]["rope_type"] == "default"
 
 
 def test_untrained_weights_leave_the_config_as_it_is(tmp_path: Path) -> None:
-    hf = folder_with_yarn(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf")
+    hf = with_yarn(tiny_checkpoint("qwen2_5_vl"), tmp_path / "hf", YARN)
     convert_weights(hf, tmp_path / "weights")
     export_weights(tmp_path / "weights", hf, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_bytes() == (hf / "config.json").read_bytes()
@@ -75,7 +66,7 @@ def test_untrained_weights_leave_the_config_as_it_is(tmp_path: Path) -> None:
 
 def test_weights_trained_with_yarn_start_no_run_without_it(tmp_path: Path) -> None:
     hf = tiny_checkpoint("qwen3_vl")
-    convert_weights(folder_with_yarn(hf, tmp_path / "hf"), tmp_path / "weights")
+    convert_weights(with_yarn(hf, tmp_path / "hf", YARN), tmp_path / "weights")
     weights_spec = WeightReader(tmp_path / "weights").spec
     with pytest.raises(
         RunConfigError, match="trained with YaRN.* lacks .*--model.rope_scaling '{\"rope_type"

@@ -5,7 +5,6 @@ import json
 import shutil
 from itertools import pairwise
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from megatron_vl.data.sample.pixel_settings import read_pixel_norm
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_checkpoint, with_released_template
 from toolkit.common.hf_loading import apply_video_prompt
 
 from .datasets import converted, mixed_records, open_loader
@@ -146,12 +145,10 @@ def same(a, b) -> bool:
     ],
 )
 def test_resume_rejects_other_rules_for_text(dataset, tmp_path, field, other, advice):
-    folder, needs_thinking = tmp_path / "hf", field in ("empty_think", "earlier_answers")
-    shutil.copytree(tiny_checkpoint("qwen3_5"), folder)
+    needs_thinking = field in ("empty_think", "earlier_answers")
+    folder = shutil.copytree(tiny_checkpoint("qwen3_5"), tmp_path / "hf")
     if needs_thinking:
-        (folder / "chat_template.json").unlink()
-        template = Path(__file__).parents[1] / "hf_configs" / "Qwen3.5-9B.chat_template.jinja"
-        shutil.copy(template, folder / "chat_template.jinja")
+        with_released_template(folder)
     plain, changed = (open_loader(config(dataset, **each), folder) for each in ({}, {field: other}))
     for resumed, state in ((plain, changed.state_dict()), (changed, plain.state_dict())):
         with pytest.raises(LoaderStateError, match=rf"{field} = .*{advice}"):

@@ -60,8 +60,7 @@ REPLACED = {"no normaliser": "normaliser", "lower case": "normaliser", "NFKC": "
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
 def folder(request, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp(request.param) / "hf"
-    write_tiny_checkpoint(path, request.param)
+    path = write_tiny_checkpoint(tmp_path_factory.mktemp(request.param) / "hf", request.param)
     shutil.copytree(path, path.with_name("kept"))
     return path
 
@@ -131,8 +130,7 @@ def test_reference_processor_gives_the_ids_of_the_file(folder):
 
 
 def test_added_tokens_keep_their_lstrip_and_rstrip(tmp_path):
-    folder = tmp_path / "hf"
-    write_tiny_checkpoint(folder, "qwen3_vl")
+    folder = write_tiny_checkpoint(tmp_path / "hf", "qwen3_vl")
     rules = json.loads((folder / "tokenizer.json").read_text())
     for token in rules["added_tokens"]:
         token["rstrip"] |= token["content"] == "<|im_end|>"
@@ -178,8 +176,7 @@ def test_start_names_the_class_that_replaces_rules(folder, tmp_path):
 
 
 def test_token_without_a_row_in_the_embedding_is_refused(tmp_path, capsys):
-    folder = tmp_path / "hf"
-    write_tiny_checkpoint(folder, "qwen3_vl")
+    folder = write_tiny_checkpoint(tmp_path / "hf", "qwen3_vl")
     spec = read_spec(folder)
     rows = spec.language.vocab_size
     tokenizer = Tokenizer.from_file(file := str(folder / "tokenizer.json"))

@@ -1,8 +1,6 @@
 """Texts, results and numbers that a template or a parser would drop or read otherwise are refused."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -11,19 +9,16 @@ from data_tools.records import read_records
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from tests.data.ordinary_answers import TOOL, ordinary_records
-from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
+from tests.tiny import with_released_template, write_tiny_checkpoint
 
-TEMPLATES = Path(__file__).parents[1] / "hf_configs"
 USER = {"role": "user", "content": "Hi"}
 DONE = {"role": "assistant", "content": "Done."}
 
 
 @pytest.fixture(scope="module", params=["Qwen3.5-9B", "Qwen3.5-0.8B", "Qwen3.6-27B"])
 def encoder(request, tmp_path_factory) -> ChatEncoder:
-    folder = tmp_path_factory.mktemp("thinking") / "hf"
-    write_tiny_checkpoint(folder, "qwen3_5")
-    (folder / "chat_template.json").unlink()
-    shutil.copy(TEMPLATES / f"{request.param}.chat_template.jinja", folder / "chat_template.jinja")
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("thinking") / "hf", "qwen3_5")
+    with_released_template(folder, request.param)
     return ChatEncoder(folder, read_spec(folder))
 
 

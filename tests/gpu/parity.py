@@ -28,8 +28,8 @@ from megatron_vl.platform import Platform
 from tests.gpu.results import option_parser, work_folders
 from tests.models import mtp_reference
 from tests.parity.cases import FULL, MOE, MOE35, Q2, Q3, Q25, Q35, TP2_SP
-from tests.parity.test_parity import with_yarn
 from tests.support.tiny_run import torchrun
+from tests.tiny import with_yarn
 from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 from toolkit.parity import worker
 from toolkit.parity.case import ParityCase, write_cases

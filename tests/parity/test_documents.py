@@ -21,8 +21,7 @@ ROWS = [["sample:0"], ["sample:1", "sample:3"], ["sample:2"], ["sample:1", "samp
 
 
 def write_samples(folder: Path) -> Path:
-    image = folder / "a.png"
-    write(image, encoded(56, 84, "png", seed=1))
+    image = write(folder / "a.png", encoded(56, 84, "png", seed=1))
 
     def document(*parts: str) -> dict[str, Any]:
         items = [{"type": "text", "text": part} if part else {"type": "image"} for part in parts]

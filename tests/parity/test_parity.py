@@ -4,7 +4,6 @@ One group for each number of ranks runs all of that number's chosen cases; each 
 """
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 import torch
 
 from converters.convert import convert_weights
-from megatron_vl.spec.families.rope import with_rope_scaling
 from tests.support.ranks import run_module
-from tests.tiny import tiny_checkpoint
+from tests.tiny import tiny_checkpoint, with_yarn
 from toolkit.parity.case import ParityCase, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
@@ -63,15 +61,6 @@ def run_group(request, tmp_path_factory) -> Callable[[int], dict[str, Any]]:
         return run_cases(cases, ranks, folder / str(ranks))
 
     return run
-
-
-def with_yarn(hf: Path, copied: Path, yarn: dict[str, Any]) -> Path:
-    """A copy of a folder whose config has YaRN, which transformers then reads too."""
-    if not copied.exists():
-        shutil.copytree(hf, copied)
-        config = json.loads((hf / "config.json").read_text())
-        (copied / "config.json").write_text(json.dumps(with_rope_scaling(config, yarn)))
-    return copied
 
 
 def _is_case(item: pytest.Item) -> bool:

@@ -30,7 +30,7 @@ from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.trained_media import ARGUMENTS_KEY, MEDIA_KEY
 from tests.converters.peft_models import peft_folder
 from tests.data.media import video_of, write
-from tests.tiny import replace_tensor, tiny_checkpoint, write_tiny_checkpoint
+from tests.tiny import replace_tensor, tiny_checkpoint, with_released_template, write_tiny_checkpoint
 from toolkit.cli import main
 from toolkit.common.hf_loading import load_hf_model, load_hf_processor
 from toolkit.evaluate import evaluation
@@ -419,9 +419,7 @@ def test_videos_are_encoded_as_by_the_checkpoints_processor(family, tmp_path):
 def thinking(tmp_path_factory) -> Path:
     """A tiny Qwen3.5 with the chat template of 9B, as released."""
     hf = write_tiny_checkpoint(tmp_path_factory.mktemp("thinking") / "hf", "qwen3_5")
-    (hf / "chat_template.json").unlink()
-    shutil.copy(HF_CONFIGS / "Qwen3.5-9B.chat_template.jinja", hf / "chat_template.jinja")
-    return hf
+    return with_released_template(hf)
 
 
 GREEDY = {"dtype": "float32", "limit": None}

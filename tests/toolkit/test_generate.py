@@ -15,6 +15,7 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from megatron_vl.system.errors import UserError
 from tests.converters.peft_models import all_targets, peft_folder
+from tests.tiny import with_released_template
 from toolkit.cli import main
 from toolkit.data.statistics import escape_unprintable
 from toolkit.demo.demo_data import write_raw_data
@@ -81,11 +82,8 @@ def test_generate_thinks_as_the_template_is_asked_to(
     thinking: str, records: Any, tiny_checkpoint: Any, tmp_path: Path, capsys: Any
 ) -> None:
     """With the chat template of Qwen3.5-9B, which writes the block of thinking into the prompt."""
-    hf = tmp_path / "hf"
-    shutil.copytree(tiny_checkpoint("qwen3_5", dtype=torch.float32, max_pixels=252 * 252), hf)
-    (hf / "chat_template.json").unlink()
-    template = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.chat_template.jinja"
-    shutil.copy(template, hf / "chat_template.jinja")
+    hf = tiny_checkpoint("qwen3_5", dtype=torch.float32, max_pixels=252 * 252)
+    hf = with_released_template(shutil.copytree(hf, tmp_path / "hf"))
     media, conversations = records
     image = media / conversations[0]["image"]
     asked = ["--prompt", "Who?", "--image", image, "--max-new-tokens", TOKENS, "--thinking", thinking]

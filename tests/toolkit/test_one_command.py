@@ -200,8 +200,7 @@ def test_records_without_samples_are_refused_with_the_template_that_writes_them(
 
 def test_nodes_wait_for_the_conversion_of_the_first(tmp_path, capsys):
     # What an earlier start left is not taken: the first node is about to replace it.
-    source_file = tmp_path / "data" / prepare.SOURCE_FILE
-    write(source_file, b'{"usable": false}')
+    source_file = write(tmp_path / "data" / prepare.SOURCE_FILE, b'{"usable": false}')
 
     def convert() -> None:
         source_file.write_text('{"usable": true}')

@@ -39,6 +39,7 @@ from megatron_vl.training.input_files import check_same_files
 from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.trainer import Trainer, TrainingStopped
 from tests.converters.peft_models import peft_folder
+from tests.security.payload import edit
 from tests.support.ranks import Ended, run_apart, run_function
 from tests.support.tiny_run import options_of, trained
 
@@ -245,25 +246,21 @@ def nodes(prepared, folder: Path) -> dict[int, Path]:
 NODE_PATHS = ["--model.hf", "hf", "--model.checkpoint", "weights", "--data.path", "data"]
 
 
-def set_fields(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
 def add_to_values(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
 CHANGES: dict[str, tuple[Callable[[Path], Any], bool, str]] = {
-    "hf/preprocessor_config.json": (lambda path: set_fields(path, image_mean=[0.5] * 3), True, ""),
-    "hf/tokenizer.json": (lambda path: set_fields(path, normalizer=None), False, ""),
+    "hf/preprocessor_config.json": (lambda path: edit(path, image_mean=[0.5] * 3), True, ""),
+    "hf/tokenizer.json": (lambda path: edit(path, normalizer=None), False, ""),
     "hf/chat_template.jinja": (lambda path: path.write_text("another template"), False, ""),
     "data/.nv-meta/split.yaml": (lambda path: path.write_text(path.read_text() + "\n"), False, ""),
     "data/.nv-meta/index.uuid": (Path.unlink, False, ""),
     "hf (weights)": (lambda path: add_to_values(path.parent / "hf"), True, "--model.checkpoint="),
-    "peft/adapter_config.json": (lambda path: set_fields(path, lora_alpha=7), True, "--lora.adapter=peft"),
+    "peft/adapter_config.json": (lambda path: edit(path, lora_alpha=7), True, "--lora.adapter=peft"),
     "peft/adapter_model.safetensors": (Path.unlink, True, "--lora.adapter=peft"),
-    "lora/manifest.json": (lambda path: set_fields(path, origin={}), True, "--lora.adapter=lora"),
+    "lora/manifest.json": (lambda path: edit(path, origin={}), True, "--lora.adapter=lora"),
     "run/step_00000001/run.json": (Path.unlink, True, "--checkpoint.dir=run"),
 }
 """For each file, how the second node has another one, whether all ranks read it, and the option that gives
