@@ -14,6 +14,7 @@ from torch import Tensor
 
 from converters.convert import WeightsReport, convert_weights, export_weights, reshard_weights
 from converters.tensor_folder import TensorFolder
+from tests.data.media import write
 
 from .helpers import (
     SIZES,
@@ -213,13 +214,10 @@ def test_prediction_is_left_where_it_is(tmp_path: Path, place: str, capsys) -> N
 
 def test_conversion_copies_other_files(tmp_path: Path) -> None:
     origin = released_folder(tmp_path / "cache" / "snapshots" / "1a2b", "Qwen2.5-VL-3B-Instruct")
-    (origin / "additional_chat_templates").mkdir()
-    (origin / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
-    (tmp_path / "cache" / "blobs").mkdir()
-    (tmp_path / "cache" / "blobs" / "3c4d").write_text("vocabulary")
+    write(origin / "additional_chat_templates" / "tool.jinja", b"{{ messages }}")
+    write(tmp_path / "cache" / "blobs" / "3c4d", b"vocabulary")
     (origin / "merges.txt").symlink_to("../../blobs/3c4d")
-    (origin / ".git").mkdir()
-    (origin / ".git" / "HEAD").write_text("ref")
+    write(origin / ".git" / "HEAD", b"ref")
     (origin / "pytorch_model.bin").write_bytes(b"other weights")
     convert_weights(origin, tmp_path / "full")
     report = export_weights(tmp_path / "full", origin, tmp_path / "back")

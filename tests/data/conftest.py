@@ -20,7 +20,6 @@ def small_packing_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 def parts(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("parts")
     for name, count in (("birds", 24), ("ships", 20), ("other", 24)):
-        (folder / f"in_{name}").mkdir()
         made = converted(folder / f"in_{name}", talk(name, count), val_fraction=0.2, samples_per_shard=6)[0]
         shutil.move(made, folder / name)
     return folder

@@ -55,8 +55,8 @@ def mixed_records(root: Path, count: int) -> list[dict[str, Any]]:
 
 def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, DataReport]:
     """Runs the data tool on ``records``, whose media are in ``folder/media``."""
+    (folder / "media").mkdir(parents=True, exist_ok=True)
     (folder / "in.json").write_text(json.dumps(records))
-    (folder / "media").mkdir(exist_ok=True)
     conversion = ConversionOptions(folder / "media", folder / "out", **options)
     report = convert_dataset([folder / "in.json"], conversion)
     return folder / "out", report

@@ -42,6 +42,7 @@ def write_tar(
     mode: str = "w",
 ) -> Path:
     """Writes files, given as names and contents, and members without content; the mode "a" adds them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, mode, format=form) as tar_file:
         for member in members:
             if isinstance(member, tarfile.TarInfo):
@@ -55,7 +56,6 @@ def write_tar(
 
 def write_pair_tars(folder: Path, tars: int, pairs: int) -> list[str]:
     """Tars ``00000.tar``, ... of pairs; every second tar has captions in JSON. Returns all captions."""
-    folder.mkdir(parents=True, exist_ok=True)
     captions = []
     for tar in range(tars):
         members = []

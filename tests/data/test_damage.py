@@ -151,7 +151,6 @@ def test_dropped_sample_names_its_input_record(tmp_path):
 def test_bad_sample_of_a_blend_is_logged_once_with_its_source(tmp_path, caplog):
     """Both sets have a sample of this key, and each comes again and again."""
     for name in ("birds", "ships"):
-        (tmp_path / name).mkdir()
         path, _ = converted(tmp_path / name, [{"conversations": turns(n)} for n in (5, 400)])
         shutil.copytree(path, tmp_path / "sets" / name)
     with caplog.at_level(logging.WARNING):

@@ -174,7 +174,6 @@ def test_data_path_list_rejects_wrong_entries(parts, message):
 def joined(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("joined")
     for i, count in enumerate((14, 9)):
-        (folder / f"in{i}").mkdir()
         records = talk(f"part {i}", count)
         made, _ = converted(folder / f"in{i}", records, val_fraction=0.2, samples_per_shard=4)
         shutil.copytree(made, folder / "out" / f"part-{i:05}-of-00002")

@@ -185,7 +185,6 @@ FILE_MUTATIONS = [key_again, truncated, damaged_header, link]
 def test_mutated_tars_lose_only_broken_pairs(tmp_path, hf):
     """Of 51 tars, each usable pair is trained on exactly once a pass, and all else is counted and named."""
     draw = random.Random(5)
-    (tmp_path / "tars").mkdir()
     usable, expected_reasons = set(), Counter()
     for number in range(51):
         at, path = draw.randrange(KEYS), tmp_path / "tars" / f"{number:05d}.tar"
@@ -217,9 +216,8 @@ def test_mutated_tars_lose_only_broken_pairs(tmp_path, hf):
 
 def test_files_that_are_no_tars_are_named(tars, tmp_path, hf):
     folder = tmp_path / "tars"
-    folder.mkdir()
     for i, content in enumerate([b"", b"<html>" * 200, b"\x1f\x8b\x08" + bytes(600), bytes(10240)]):
-        (folder / f"0000{i}.tar").write_bytes(content)
+        write(folder / f"0000{i}.tar", content)
     with pytest.raises(LoaderError, match="none of . samples"):
         index(tmp_path / "out", hf, folder)
     (folder / "00004.tar").symlink_to(tars[0] / "00001.tar")
@@ -234,7 +232,6 @@ def test_member_of_any_claimed_size_takes_no_memory(tmp_path, hf, monkeypatch):
     monkeypatch.setattr(pair_reader, "MAX_MEMBER_BYTES", 100_000)
     kinds = [(tarfile.REGTYPE, 1 << 40), (tarfile.XHDTYPE, 1 << 40), (tarfile.GNUTYPE_LONGNAME, 1 << 40)]
     kinds.append((tarfile.REGTYPE, -512))  # it would be found again and again
-    (tmp_path / "tars").mkdir()
     for number, (kind, size) in enumerate(kinds):
         path = write_tar(tmp_path / f"tars/{number}.tar", pair_members("a", number, "Good."))
         info = tarfile.TarInfo("big.jpg")
@@ -259,7 +256,6 @@ def test_other_files_among_those_of_a_pair_change_nothing(tmp_path, hf):
         [other_member("f/a.png", tarfile.GNUTYPE_SPARSE), other_member("b.bin", tarfile.GNUTYPE_SPARSE)],
         [other_member("f/a.__key__"), other_member("f/a.bin")],
     ]
-    (tmp_path / "tars").mkdir()
     for number, (first, second) in enumerate(others):
         image, caption = pair_members("f/a", 0, f"The number {number}.")
         more = pair_members("caf\udce9", 1, f"The number {number + 4}.")

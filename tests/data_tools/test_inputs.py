@@ -120,8 +120,7 @@ def test_index_names_files_columns_and_tags(tmp_path):
     (tmp_path / "alpaca.jsonl").write_text(
         json.dumps({"question": "Q", "answer": "A", "system": "not named"})
     )
-    (tmp_path / "chats").mkdir()
-    (tmp_path / "chats/1.json").write_text(json.dumps(chats))
+    write(tmp_path / "chats/1.json", json.dumps(chats).encode())
     alpaca_columns = {"prompt": "question", "response": "answer"}
     columns = {"messages": "talk", "images": "images", "system": "rules"}
     tags = {"role_tag": "who", "content_tag": "says", "user_tag": "person", "assistant_tag": "model"}
@@ -187,9 +186,8 @@ def test_files_outside_the_input_are_not_read(tmp_path):
         find_input_files([inside])
 
     hub = tmp_path / "hub/datasets--a"
-    for folder in ("blobs", "snapshots/1/data"):
-        (hub / folder).mkdir(parents=True)
-    (hub / "blobs/ab").write_bytes(secret.read_bytes())
+    (hub / "snapshots/1/data").mkdir(parents=True)
+    write(hub / "blobs/ab", secret.read_bytes())
     (hub / "snapshots/1/data/train.jsonl").symlink_to("../../../blobs/ab")
     for folder in (hub / "snapshots/1", hub / "snapshots/1/data"):
         assert [file.path.name for file in find_input_files([folder])] == ["train.jsonl"]
@@ -298,8 +296,7 @@ def test_media_are_found_in_the_first_root_that_has_them(tmp_path):
 
 
 def test_links_out_of_a_root_are_followed_only_on_request(tmp_path):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "a").write_text("a")
+    write(tmp_path / "store/a", b"a")
     (tmp_path / "root").mkdir()
     os.symlink(tmp_path / "store", tmp_path / "root" / "link")
     with pytest.raises(RecordError, match="--follow-links"):

@@ -182,7 +182,6 @@ def inspected(out: Path, index: int, capsys, family: str = "qwen2_5_vl") -> dict
 
 
 def test_unusable_frames_are_named(media, tmp_path):
-    (tmp_path / "secret").mkdir()
     write(tmp_path / "secret/1.png", encoded(70, 100))
     (media / "leads_out").mkdir()
     (media / "leads_out/1.png").symlink_to(tmp_path / "secret/1.png")

@@ -267,8 +267,7 @@ def test_evaluate_refuses_what_it_cannot_use(small, converted, table, tmp_path, 
     assert "--limit: 0 must be at least 1" in refused("--limit", "0")
     assert "must be on this machine" in refused("--judge", "gpt@https://example.com/v1")
     assert "give the address of its server too, NAME@URL" in refused("--judge", "gpt")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").touch()
+    write(tmp_path / "full/mine.txt", b"")
     assert "is not empty" in refused(out=tmp_path / "full")
     assert "install the eval extra: pip install" in refused()
     assert main(["evaluate", "--original", str(small)]) == 2

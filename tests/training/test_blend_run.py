@@ -28,7 +28,6 @@ OPTIONS = ["--data.num_workers", "0", "--checkpoint.keep", "0", "--checkpoint.in
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("blend")
     for name in ("birds", "ships", "other"):
-        (folder / f"in_{name}").mkdir()
         shutil.move(converted(folder / f"in_{name}", talk(name, 20))[0], folder / name)
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
     for name in ("birds", "ships", "other"):
@@ -104,7 +103,6 @@ def test_documents_pairs_and_conversations_survive_changes_of_layout(tmp_path: P
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
     prepared = prepare(tmp_path / "prepared", hf, samples=12)
     path = converted(tmp_path, documents(tmp_path))[0]
-    (tmp_path / "written").mkdir()
     texts = [{"text": f"Text {i}. " + "word " * (9 * i)} for i in range(6)]
     written = converted(tmp_path / "written", texts)[0].rename(tmp_path / "texts")
     for folder in (path, written):
