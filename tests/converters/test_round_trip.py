@@ -179,8 +179,7 @@ def test_experts_and_prediction_in_every_style(tmp_path: Path, experts: str, mtp
     """Qwen3.5 stacks the model's experts but not MTP's, Qwen3.6 both; ``transformers`` neither, no MTP."""
     size = "Qwen3.5-35B-A3B"
     tensors = {name: t for name, t in released_tensors(size).items() if not name.startswith("mtp.")}
-    if experts == "apart":
-        tensors = experts_apart(tensors, input_first=False)
+    tensors = experts_apart(tensors, input_first=False) if experts == "apart" else tensors
     other = {"apart": size, "stacked": "Qwen3.6-35B-A3B", "none": "Qwen3.6-27B"}[mtp]
     beside = {name: t for name, t in released_tensors(other).items() if name.startswith("mtp.")}
     beside = {} if mtp == "none" else beside

@@ -149,14 +149,6 @@ def test_video_that_changes_its_size_is_refused():
 FAST = {"movflags": "faststart"}  # the table of the frames comes first
 
 
-def numbered(form: str, codec: str = "libx264") -> bytes:
-    return written(form, codec, 60)
-
-
-def cut(data: bytes, share: float) -> bytes:
-    return data[: int(len(data) * share)]
-
-
 def hole(data: bytes, share: float = 0.5, fill: bool = True) -> bytes:
     """A quarter of a file, from this share of it on, is zeros or missing."""
     start, quarter = int(len(data) * share), len(data) // 4
@@ -176,12 +168,12 @@ WHOLE: dict[str, Callable[[], bytes]] = {
     "mp4": lambda: noisy("mp4", **FAST),
     "mov": lambda: noisy("mov", **FAST),
     "matroska": lambda: noisy("matroska"),
-    "webm vp9": lambda: numbered("webm", "libvpx-vp9"),
-    "webm vp8": lambda: numbered("webm", "libvpx"),
+    "webm vp9": lambda: written("webm", "libvpx-vp9", 60),
+    "webm vp8": lambda: written("webm", "libvpx", 60),
     "mpegts": lambda: noisy("mpegts"),
-    "avi": lambda: numbered("avi", "mpeg4"),
+    "avi": lambda: written("avi", "mpeg4", 60),
     "flv": lambda: noisy("flv"),
-    "gif": lambda: numbered("gif", "gif"),
+    "gif": lambda: written("gif", "gif", 60),
     "matroska with sound": lambda: tracks("matroska", {30: 1}, audio=6, seconds=6),
     "gif and more": lambda: whole("gif") + b"\0 other bytes",
     "mp4 of a longer sound": lambda: tracks("mp4", {30: 1}, audio=9, seconds=6),
@@ -209,10 +201,11 @@ CUT += [("matroska with sound", 0.5)]
 
 @pytest.mark.parametrize(("name", "share"), CUT, ids=[f"{name} at {share:.0%}" for name, share in CUT])
 def test_truncated_video_is_refused(name, share):
+    cut = whole(name)[: int(len(whole(name)) * share)]
     with pytest.raises(PixelError, match="cut short|not a readable video|does not decode"):
-        probe_video(cut(whole(name), share))
+        probe_video(cut)
     with pytest.raises(UnusableError, match=r"x\.mp4: ") as caught:
-        inspect_medium("video", "x.mp4", cut(whole(name), share), 1 << 20)
+        inspect_medium("video", "x.mp4", cut, 1 << 20)
     assert caught.value.reason == "video does not decode"
 
 
@@ -260,7 +253,7 @@ def test_assumed_frame_rate_is_counted(tmp_path, capsys):
     The eighth byte of that unit begins with 0 1: no cropping, and a description of the rate follows. 0 0 1
     and zeros end it without one.
     """
-    raw = numbered("h264")
+    raw = written("h264", "libx264", 60)
     assert probe_video(raw) == VideoInfo(60, 10.0, SIDE, SIDE)
     start = raw.index(b"\x00\x00\x00\x01\x67") + 4
     unit = raw[start : raw.index(b"\x00\x00\x00\x01", start)]

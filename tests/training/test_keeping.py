@@ -25,6 +25,7 @@ from megatron_vl.training.run_messages import end_summary
 from megatron_vl.training.state import keep
 from megatron_vl.training.state.save import CheckpointSaver
 from megatron_vl.weights.run_folder import CheckpointError, step_dir_path
+from tests.data.media import write
 from tests.support.tiny_run import metrics, options_of, trainings
 from toolkit.checkpoint.contents import verify_checkpoint
 from toolkit.cli import main
@@ -267,8 +268,7 @@ def test_end_names_what_was_not_saved_and_asks_what_was_exported(tmp_path: Path)
         f"best of the saved steps: 2.000000 at step 20, {run}/step_00000020",
     ]
     assert "--merge" in said[4] and f"--checkpoint {run}/step_00000020" in said[4]
-    (run / "hf" / "step_00000020").mkdir(parents=True)
-    (run / "hf" / "step_00000020" / "config.json").touch()
+    write(run / "hf" / "step_00000020" / "config.json", b"")
     assert f"generate --checkpoint {run}/hf/step_00000020 " in end_summary(config, 30, 1, 5)[4]
 
 
@@ -292,6 +292,5 @@ def test_disk_too_small_for_a_checkpoint_is_named_at_the_start(
     save_steps(run, 10, 20)
     free(0.9)  # a kill has left half a checkpoint, which this start deletes
     save_steps(run, 30)
-    (run / "step_00000040.partial").mkdir()
-    (run / "step_00000040.partial" / "data").write_bytes(bytes(size // 2))
+    write(run / "step_00000040.partial" / "data", bytes(size // 2))
     keep.check_free_space(config, spec)
