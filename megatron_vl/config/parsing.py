@@ -117,9 +117,8 @@ def _given_values(argv: Sequence[str]) -> Iterator[GivenValue]:
 def _file_values(path: Path) -> Iterator[GivenValue]:
     values, lines = read_run_file(path)
     for name, value in values.items():
-        leaves = {name: value}
-        if name not in field_types() and isinstance(value, dict):
-            leaves = {f"{name}.{leaf}": each for leaf, each in value.items()}
+        is_section = name not in field_types() and isinstance(value, dict)
+        leaves = {f"{name}.{leaf}": each for leaf, each in value.items()} if is_section else {name: value}
         for field, each in leaves.items():
             # What YAML merges from elsewhere has the line of its section.
             place = f"{path}, line {lines.get(field, lines.get(str(name), 1))}: "

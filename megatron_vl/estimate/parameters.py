@@ -165,11 +165,9 @@ def _counts_by_section(
 
     def count(tensor_info: TensorInfo) -> ParameterCounts:
         # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
-        optimizer_shards = replica_ranks[0] // (
-            sharding.num_shards(tensor_info) if tensor_info.num_experts else sharding.tp
-        )
-        if sharding.is_on_every_rank(tensor_info):
-            optimizer_shards = replica_ranks[1]
+        weight_shards = sharding.num_shards(tensor_info) if tensor_info.num_experts else sharding.tp
+        on_every_rank = sharding.is_on_every_rank(tensor_info)
+        optimizer_shards = replica_ranks[1] if on_every_rank else replica_ranks[0] // weight_shards
         shard_size = math.prod(tensor_info.shard_shape(sharding))
         trained_size = shard_size if tensor_info.name in trained_names else 0
         owned_size = trained_size / (optimizer_shards if distributed_optimizer else 1)

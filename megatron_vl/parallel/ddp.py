@@ -34,12 +34,11 @@ class ReplicaDDP(DistributedDataParallel):
         """Called in the last backward pass of a step whenever the gradients of a bucket are complete."""
 
         # Dense and expert parameters are reduced over different groups, so each list has an order of its own.
-        self._ordered_syncs = []
-        if self.ddp_config.overlap_grad_reduce:
-            self._ordered_syncs = [
-                _OrderedGradSync(groups, lambda: self.on_bucket_ready())
-                for groups in (self.bucket_groups, self.expert_parallel_bucket_groups)
-            ]
+        group_lists = (self.bucket_groups, self.expert_parallel_bucket_groups)
+        self._ordered_syncs = [
+            _OrderedGradSync(groups, lambda: self.on_bucket_ready())
+            for groups in (group_lists if self.ddp_config.overlap_grad_reduce else ())
+        ]
 
     def report_gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Reports gradients as ready, as DDP's hooks do, for parameters that autograd does not reach."""

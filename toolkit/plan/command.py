@@ -96,9 +96,8 @@ def _sets_layout(parallel_config: ParallelConfig, given_words: list[str]) -> boo
 def _nothing_fits_message(smallest: RunPrediction, request: SearchRequest) -> str:
     fullest = max(smallest.stages, key=lambda stage: stage.total_bytes)
     part = max(GPU_MEMORY_PARTS, key=lambda part: getattr(fullest, part))
-    remedy = "lower data.seq_len or data.max_patches"
-    if part in ("weights", "gradients", "optimizer") and not request.config.lora.rank:
-        remedy = "train adapters (--lora.rank 16)"
+    adapters_help = part in ("weights", "gradients", "optimizer") and not request.config.lora.rank
+    remedy = "train adapters (--lora.rank 16)" if adapters_help else "lower data.seq_len or data.max_patches"
     return (
         f"no layout of {request.world_size} {request.gpu.name} fits {request.spec.family} with rows of"
         f" {request.config.data.seq_len} tokens: the smallest,"

@@ -47,9 +47,9 @@ def read_run_template(hf_dir: str | Path, chat_template: str) -> str:
     """
     if not chat_template:
         return read_chat_template(hf_dir)
-    template_path = TEMPLATES_DIR / f"{chat_template}.jinja"
-    if template_path.parent != TEMPLATES_DIR or not template_path.exists():
-        template_path = Path(chat_template)
+    own_path = TEMPLATES_DIR / f"{chat_template}.jinja"
+    is_own = own_path.parent == TEMPLATES_DIR and own_path.exists()
+    template_path = own_path if is_own else Path(chat_template)
     try:
         template = template_path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

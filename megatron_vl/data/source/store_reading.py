@@ -132,9 +132,8 @@ class ReadAhead:
             shards = self._shards[source]
             assert shards is not None
             blocks_fit = shards.mean_bytes * shards.block_size * self._block_count <= MAX_KEPT_BYTES
-            indices = range(index, index + 1)
-            if self._reads_blocks and blocks_fit:
-                indices = shards.block_of(index)
+            reads_block = self._reads_blocks and blocks_fit
+            indices = shards.block_of(index) if reads_block else range(index, index + 1)
             request = _Request(source, index, indices)
             for block_index in indices:
                 self._request_of_sample.setdefault((source, block_index), request)

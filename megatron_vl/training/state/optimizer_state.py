@@ -287,9 +287,8 @@ def list_index_entries(
         start, end = map(int, slice_bounds.split(":"))
 
         # Experts are cut by expert tensor parallelism, and a replicated tower is not cut at all.
-        shard_index = etp_rank if "#" in state_name else tp_rank
-        if whole_vision and model_part(state_name) != "language":
-            shard_index = 0
+        is_cut = not whole_vision or model_part(state_name) == "language"
+        shard_index = (etp_rank if "#" in state_name else tp_rank) if is_cut else 0
         index_entries.append(
             [state_name, shard_index, start, end, slice_bits, int(state_tensors[f"{slice_key}/step"].read())]
         )
