@@ -18,8 +18,8 @@ def takes_fp8_activation(config: TransformerConfig) -> bool:
     within its linears.
     """
     is_repeated = config.recompute_granularity == "full" or "mlp" in (config.recompute_modules or [])
-    is_swiglu = config.gated_linear_unit and not config.add_bias_linear
-    return bool(config.fp8) and config.fp8_recipe == "delayed" and is_swiglu and not is_repeated
+    has_delayed_scaling = bool(config.fp8) and config.fp8_recipe == "delayed"
+    return has_delayed_scaling and config.gated_linear_unit and not config.add_bias_linear and not is_repeated
 
 
 def activation_quantizers(linear_fc1: Any, linear_fc2: Any) -> list[Any]:
@@ -44,8 +44,8 @@ class Fp8SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
-        [x] = ctx.saved_tensors
-        return _quantized_swiglu(x, ctx.grad_quantizer, output_grad.contiguous()), None, None
+        x_grad = _quantized_swiglu(ctx.saved_tensors[0], ctx.grad_quantizer, output_grad.contiguous())
+        return x_grad, None, None
 
 
 def _quantized_swiglu(x: Tensor, quantizer: Any, output_grad: Tensor | None = None) -> Tensor:

@@ -55,10 +55,9 @@ def _swiglu_kernel(
     else:
         grad = tl.load(output_grad + row * width + column, mask, 0.0).to(tl.float32)
         gate_grad = grad * up * (sigmoid + silu * (1 - sigmoid))
-        x_width = 2 * width
-        largest = _store_tile(gate_grad, scale, values, transposed, row, column, mask, num_rows, x_width)
-        column += width
-        up_largest = _store_tile(grad * silu, scale, values, transposed, row, column, mask, num_rows, x_width)
+        largest = _store_tile(gate_grad, scale, values, transposed, row, column, mask, num_rows, 2 * width)
+        up_grad, column = grad * silu, column + width
+        up_largest = _store_tile(up_grad, scale, values, transposed, row, column, mask, num_rows, 2 * width)
         largest = tl.maximum(largest, up_largest)
     # Most programs need no atomic operation, which all would wait for.
     tl.atomic_max(largest_pointer, largest, largest > largest_before, sem="relaxed")
