@@ -281,9 +281,8 @@ def first_refusal(dataset_dir: Path) -> str:
 
 def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[InputFile]:
     """The files of the inputs. Raises ConvertError if an argument cannot be used."""
-    input_files = find_input_files(input_paths)
-    if options.columns:
-        input_files = with_columns(input_files, options.columns)
+    found_files = find_input_files(input_paths)
+    input_files = with_columns(found_files, options.columns) if options.columns else found_files
     for folder in options.roots.folders:
         if not folder.is_dir():
             raise ConvertError(f"--media-root {folder} is not a folder")

@@ -158,6 +158,11 @@ IMPOSSIBLE = [
     (" ".join(f"--model.freeze_{p} true" for p in ("vision", "merger", "language")), 1, "nothing to train"),
     ("--fp8.recipe delayed --dtype float32", 1, "fp8.recipe delayed needs a GPU and dtype bfloat16"),
     ("--fp8.recipe delayed --platform cpu", 1, "fp8.recipe delayed needs a GPU and dtype bfloat16"),
+    (
+        "--fp8.recipe delayed --recompute.language selective --recompute.language_modules [layernorm]",
+        1,
+        "with fp8.recipe delayed, .* outputs of norms .* leave out layernorm",
+    ),
     ("--parallel.ep 2", 1, r"start a multiple of 2 processes \(on one node: --nproc-per-node 2\)$"),
     ("--recompute.keep [attention]", 1, "needs recompute.language full and fp8.recipe none"),
     ("--recompute.language full --recompute.keep [experts] --parallel.etp 2", 2, "parallel.etp 1; change"),

@@ -184,6 +184,12 @@ def _check_model_parts(config: TrainConfig) -> None:
         f"recompute.keep {recompute.keep} needs recompute.language full and fp8.recipe none, and for experts"
         " parallel.etp 1; change these, or remove it",
     )
+    _refuse_if(
+        "layernorm" in recompute.language_modules
+        and (recompute.language, config.fp8.recipe) == ("selective", "delayed"),
+        "recompute.language_modules: with fp8.recipe delayed, Transformer Engine keeps the outputs of norms in"
+        " FP8 and cannot compute them again; leave out layernorm, or set fp8.recipe to tensorwise",
+    )
     tower_is_recomputed = recompute.vision == "full" and not model.freeze_vision
     _refuse_if(
         recompute.offload_inputs and recompute.language != "full" and not tower_is_recomputed,

@@ -3,6 +3,8 @@
 Nothing is read: the length of a row and its bound on patches come from the run, and what it holds is assumed.
 """
 
+import math
+
 from megatron_vl.config import TrainConfig
 from megatron_vl.estimate.flops import RowFlops, RowSizes, needed_flops, repeated_flops
 from megatron_vl.spec.families import ModelSpec
@@ -25,13 +27,11 @@ def assumed_rows(config: TrainConfig, spec: ModelSpec) -> RowSizes:
     image_tokens = IMAGE_PIXELS / (vision.patch_size * vision.spatial_merge_size) ** 2
     document_tokens = image_tokens + MARK_TOKENS + TEXT_TOKENS
     image_patches = image_tokens * vision.merge_unit
-    images = filled_tokens / document_tokens
-    if config.data.max_patches:
-        images = min(images, config.data.max_patches / image_patches)
+    max_patches = config.data.max_patches or math.inf
+    images = min(filled_tokens / document_tokens, max_patches / image_patches)
     # A tower without windows has one that holds the whole image.
-    window_patches = image_patches
-    if vision.window_size:
-        window_patches = min(image_patches, (vision.window_size / vision.patch_size) ** 2)
+    window_size = vision.window_size or math.inf
+    window_patches = min(image_patches, (window_size / vision.patch_size) ** 2)
     tokens = images * document_tokens
     return RowSizes(
         tokens=tokens,

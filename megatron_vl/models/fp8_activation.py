@@ -18,8 +18,9 @@ def takes_fp8_activation(config: TransformerConfig) -> bool:
     within its linears.
     """
     is_repeated = config.recompute_granularity == "full" or "mlp" in (config.recompute_modules or [])
-    has_delayed_scaling = bool(config.fp8) and config.fp8_recipe == "delayed"
-    return has_delayed_scaling and config.gated_linear_unit and not config.add_bias_linear and not is_repeated
+    is_swiglu = config.gated_linear_unit and config.activation_func is torch.nn.functional.silu
+    has_delayed_scaling = (config.fp8, config.fp8_recipe) == ("hybrid", "delayed")
+    return has_delayed_scaling and is_swiglu and not config.add_bias_linear and not is_repeated
 
 
 def activation_quantizers(linear_fc1: Any, linear_fc2: Any) -> list[Any]:

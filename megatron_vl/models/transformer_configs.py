@@ -49,7 +49,7 @@ def language_config(
     """The language model's config, which also controls the pipeline schedules and gradient finalisation."""
     language_spec, recompute = spec.language, config.recompute
     if language_spec.linear_attention is not None and config.fp8.recipe != "none":
-        check_fp8_width(language_spec.linear_attention, config)
+        check_fp8_linear_attention(language_spec.linear_attention, config)
 
     expert_settings: dict[str, Any] = (
         moe_core_settings(platform, language_spec, layout, aux_loss_coefficient=aux_loss_coefficient)
@@ -103,8 +103,14 @@ def language_config(
     return transformer_config
 
 
-def check_fp8_width(linear: LinearAttentionSpec, config: TrainConfig) -> None:
-    """Raises RunConfigError if a rank's part of linear attention's first matrix has no width for FP8."""
+def check_fp8_linear_attention(linear: LinearAttentionSpec, config: TrainConfig) -> None:
+    """Raises RunConfigError if linear attention cannot run in FP8: by its widths, or with norms recomputed."""
+    recompute = config.recompute
+    if recompute.language == "selective" and "layernorm" in recompute.language_modules:
+        raise RunConfigError(
+            "recompute.language_modules: in FP8, norms before linear attention cannot be computed again; leave"
+            " out layernorm"
+        )
     width = linear.conv_channels + linear.value_heads * (linear.value_dim + 2)
     if width // (tp := config.parallel.tp) % 16:
         raise RunConfigError(

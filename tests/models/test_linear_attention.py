@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_vl.config import RunConfigError, parse_config
-from megatron_vl.models.transformer_configs import check_fp8_width
+from megatron_vl.models.transformer_configs import check_fp8_linear_attention
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.base import LinearAttentionSpec
@@ -20,9 +20,12 @@ def test_fp8_rejects_widths_that_16_does_not_divide() -> None:
     """The 9B: 2 x 16 x 128 + 32 x 128 channels, 32 x 128 gates, and 2 x 32 numbers are 12,352 rows."""
     linear = SPEC.language.linear_attention
     fp8 = ["--fp8.recipe", "tensorwise", "--parallel.tp"]
-    check_fp8_width(linear, parse_config([*fp8, "4"]))
+    check_fp8_linear_attention(linear, parse_config([*fp8, "4"]))
     with pytest.raises(RunConfigError, match=r"fp8\.recipe tensorwise: with parallel\.tp 8, .* 1544 rows"):
-        check_fp8_width(linear, parse_config([*fp8, "8"]))
+        check_fp8_linear_attention(linear, parse_config([*fp8, "8"]))
+    norms = ["--recompute.language", "selective", "--recompute.language_modules", "[layernorm]"]
+    with pytest.raises(RunConfigError, match="leave out layernorm"):
+        check_fp8_linear_attention(linear, parse_config([*fp8, "4", *norms]))
 
 
 @in_ranks()

@@ -69,8 +69,8 @@ def swiglu_in_fp8(
     """SwiGLU of contiguous ``x`` [rows, 2 * F] in e4m3, or the gradient of ``x`` in e5m2.
 
     Args:
-        scale: fp32 [1], which numbers are multiplied by before they are rounded to FP8.
-        largest: fp32 [1], the largest magnitude so far, which those of the result are added to.
+        scale: one fp32 number, which those of the result are multiplied by before they are rounded to FP8.
+        largest: one fp32 number: the largest magnitude so far, raised to that of the result.
         output_grad: [rows, F]; None: the result itself.
 
     Returns:
