@@ -104,12 +104,12 @@ def language_config(
 
 
 def check_fp8_linear_attention(linear: LinearAttentionSpec, config: TrainConfig) -> None:
-    """Raises RunConfigError if linear attention cannot run in FP8: by its widths, or with norms recomputed."""
+    """Raises RunConfigError if linear attention cannot run in FP8: by its widths, or by recomputed norms."""
     recompute = config.recompute
     if recompute.language == "selective" and "layernorm" in recompute.language_modules:
         raise RunConfigError(
-            "recompute.language_modules: in FP8, norms before linear attention cannot be computed again; leave"
-            " out layernorm"
+            "recompute.language_modules: in FP8, norms before linear attention cannot be computed again;"
+            " leave out layernorm"
         )
     width = linear.conv_channels + linear.value_heads * (linear.value_dim + 2)
     if width // (tp := config.parallel.tp) % 16:
