@@ -187,8 +187,8 @@ def _check_model_parts(config: TrainConfig) -> None:
     _refuse_if(
         "layernorm" in recompute.language_modules
         and (recompute.language, config.fp8.recipe) == ("selective", "delayed"),
-        "recompute.language_modules: with fp8.recipe delayed, Transformer Engine keeps outputs of norms in FP8"
-        " and cannot compute them again; leave out layernorm, or set fp8.recipe to tensorwise",
+        "recompute.language_modules: with fp8.recipe delayed, Transformer Engine keeps outputs of norms in"
+        " FP8 and cannot compute them again; leave out layernorm, or set fp8.recipe to tensorwise",
     )
     tower_is_recomputed = recompute.vision == "full" and not model.freeze_vision
     _refuse_if(
