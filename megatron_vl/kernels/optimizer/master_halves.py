@@ -55,10 +55,10 @@ def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_wei
         return
 
     for upper, low, moment, master in _in_blocks(weight, low_bits, exp_avg_sq, master_weight):
-        difference = low.to(torch.int32)
-        rounded_down = (difference == -TIE_DIFFERENCE) & moment.signbit()
-        difference[rounded_down] = TIE_DIFFERENCE
-        torch.add(_upper_bits(upper), difference, out=master.view(torch.int32))
+        master.copy_(upper)
+        bits = master.view(torch.int32)
+        bits += low
+        bits.add_((low == -TIE_DIFFERENCE) & moment.signbit(), alpha=2 * TIE_DIFFERENCE)  # rounded down
         moment.abs_()
 
 
