@@ -30,12 +30,15 @@ from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 PARTS = ["language", "vision", "merger"]
 FAMILIES = dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), PARTS) | {"qwen3_5_moe": [*PARTS, "experts"]}
 SP = {"sequence_parallel": True}
+FP8: dict[str, Any] = {"fp8": {"recipe": "delayed", "vision": True}}
+FULL: dict[str, Any] = {"recompute": {"language": "full", "vision": "full"}}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one rank": {},
-        "full recompute": {"recompute": {"language": "full", "vision": "full"}},
+        "full recompute": FULL,
         "FP8, tower too": {"fp8": {"recipe": "tensorwise", "vision": True}},
         "selective recompute": {"overlap": True, "recompute": SELECTIVE},
+        "full recompute in FP8": FULL | FP8,
     },
     2: {
         "DP2 with overlap": {"overlap": True},
@@ -43,6 +46,8 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "PP2": {"pp": 2},
         "CP2, decoupled": {"cp": 2, "decoupled": True},
         "EP2": {"ep": 2, "overlap": True},
+        "TP2 + SP in FP8": {"tp": 2, **SP, **FP8},
+        "DP2 with full recompute in FP8": FULL | FP8,
     },
 }
 MAX_LOSS_ERROR = 0.01
