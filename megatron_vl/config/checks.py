@@ -306,6 +306,10 @@ def check_weights_exist(config: TrainConfig) -> None:
 def check_outputs(config: TrainConfig) -> None:
     """Raises RunConfigError for folders that cannot be written to and exports that cannot be made."""
     check_output_dir("checkpoint.dir", config.checkpoint.dir)
+    _refuse_if(
+        config.checkpoint.dir and Path(config.checkpoint.dir).resolve() == Path(config.model.hf).resolve(),
+        f"checkpoint.dir {config.checkpoint.dir} is the folder of model.hf, which exports copy; give another",
+    )
     check_output_dir("log.tensorboard", config.log.tensorboard)
     check_wandb_installed(config.wandb.project)
     check_export_weights(config)

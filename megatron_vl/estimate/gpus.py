@@ -8,6 +8,7 @@ and is taken to reach those of H200.
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ def find_gpu(device_name: str = "H200") -> Gpu:
     # H800 and A800 differ from these in their links alone.
     kind = device_name.upper().replace("H800", "H100").replace("A800", "A100")
     for name, gpu in known_gpus().items():
-        if name in kind:
+        if re.search(rf"{name}(?!\d)", kind):  # an A1000 is no A100
             return gpu
     raise UserError(f"GPU {device_name} is unknown; known: {', '.join(known_gpus())}")
 

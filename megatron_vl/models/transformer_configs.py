@@ -11,7 +11,7 @@ from megatron_vl.config.checks import check_fp8
 from megatron_vl.models.fused_layers import ACTIVATIONS
 from megatron_vl.models.moe.router import moe_core_settings
 from megatron_vl.platform import Platform
-from megatron_vl.spec.families import LinearAttentionSpec, ModelSpec
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
 
@@ -48,8 +48,6 @@ def language_config(
 ) -> TransformerConfig:
     """The language model's config, which also controls the pipeline schedules and gradient finalisation."""
     language_spec, recompute = spec.language, config.recompute
-    if language_spec.linear_attention is not None and config.fp8.recipe != "none":
-        check_fp8_linear_attention(language_spec.linear_attention, config)
 
     expert_settings: dict[str, Any] = (
         moe_core_settings(platform, language_spec, layout, aux_loss_coefficient=aux_loss_coefficient)
@@ -101,23 +99,6 @@ def language_config(
         transformer_config.overlap_p2p_comm = platform.name == "cuda"
 
     return transformer_config
-
-
-def check_fp8_linear_attention(linear: LinearAttentionSpec, config: TrainConfig) -> None:
-    """Raises RunConfigError if linear attention cannot run in FP8: by its widths, or by recomputed norms."""
-    recompute = config.recompute
-    if recompute.language == "selective" and "layernorm" in recompute.language_modules:
-        raise RunConfigError(
-            "recompute.language_modules: in FP8, norms before linear attention cannot be computed again;"
-            " leave out layernorm"
-        )
-    width = linear.conv_channels + linear.value_heads * (linear.value_dim + 2)
-    if width // (tp := config.parallel.tp) % 16:
-        raise RunConfigError(
-            f"fp8.recipe {config.fp8.recipe}: with parallel.tp {tp}, the first matrix of linear attention has"
-            f" {width // tp} rows on a rank, and FP8 needs a multiple of 16; set fp8.recipe to none or"
-            " parallel.tp to a smaller number"
-        )
 
 
 def vision_config(

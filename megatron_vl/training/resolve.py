@@ -18,7 +18,7 @@ from megatron_vl.data.source.location import check_data_path
 from megatron_vl.estimate.gpus import find_gpu, local_gpu
 from megatron_vl.estimate.memory_check import check_host_memory, check_memory, resolve_offload_fraction
 from megatron_vl.estimate.split import run_layout, split_source, with_split
-from megatron_vl.spec.families import ModelSpec, run_spec
+from megatron_vl.spec.families import LinearAttentionSpec, ModelSpec, run_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.lora import freeze_parts_without_lora
 from megatron_vl.training.input_files import read_loader_digests, read_model_digests
@@ -105,7 +105,26 @@ def _check_fields(config: TrainConfig, world_size: int, spec: ModelSpec | None) 
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
+    if spec.language.linear_attention is not None and config.fp8.recipe != "none":
+        check_fp8_linear_attention(spec.language.linear_attention, config)
     return dp, spec
+
+
+def check_fp8_linear_attention(linear: LinearAttentionSpec, config: TrainConfig) -> None:
+    """Raises RunConfigError if linear attention cannot run in FP8: by its widths, or by recomputed norms."""
+    recompute = config.recompute
+    if recompute.language == "selective" and "layernorm" in recompute.language_modules:
+        raise RunConfigError(
+            "recompute.language_modules: in FP8, norms before linear attention cannot be computed again;"
+            " leave out layernorm"
+        )
+    width = linear.conv_channels + linear.value_heads * (linear.value_dim + 2)
+    if width // (tp := config.parallel.tp) % 16:
+        raise RunConfigError(
+            f"fp8.recipe {config.fp8.recipe}: with parallel.tp {tp}, the first matrix of linear attention has"
+            f" {width // tp} rows on a rank, and FP8 needs a multiple of 16; set fp8.recipe to none or"
+            " parallel.tp to a smaller number"
+        )
 
 
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:

@@ -275,10 +275,13 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
 def fp8_swiglu_error(gate_and_up: Tensor, output_grad: Tensor, factor: float = 0.5) -> float:
     """FP8 numbers of SwiGLU and of its gradient, and of their transposes, that a cast would not give."""
     scale, wrong = gate_and_up.new_full((1,), factor, dtype=torch.float32), 0
-    x_grad = swiglu_backward(gate_and_up, None, output_grad, with_output=False)[0]
     for grad, fp8, plain in (
         (None, torch.float8_e4m3fn, swiglu_forward(gate_and_up, None)),
-        (output_grad, torch.float8_e5m2, x_grad),
+        (
+            output_grad,
+            torch.float8_e5m2,
+            swiglu_backward(gate_and_up, None, output_grad, with_output=False)[0],
+        ),
     ):
         largest_number = torch.full_like(scale, 1e-3)
         values, transposed, inverse = swiglu_in_fp8(gate_and_up, scale, largest_number, grad)
@@ -291,8 +294,7 @@ def fp8_swiglu_error(gate_and_up: Tensor, output_grad: Tensor, factor: float = 0
 
 def exact_swiglu_inputs(rows: int, width: int) -> list[Tensor]:
     """For which FP8 has all results: Triton's interpreter does not round as a GPU does."""
-    numbers = (torch.randint(low, low + 3, (rows, width)).bfloat16() for low in (0, -1, -1))
-    gate, up, output_grad = numbers
+    gate, up, output_grad = (torch.randint(n, n + 3, (rows, width)).bfloat16() for n in (0, -1, -1))
     return [torch.cat((32 * gate, up), 1), output_grad]
 
 
@@ -305,21 +307,18 @@ def fp8_mlp_error(rows: int, width: int, inner_width: int) -> float:
     results = []
     for hands_on_fp8 in (False, True):
         torch.manual_seed(1)
-        linears = [
-            Linear(*shape, bias=False, params_dtype=torch.bfloat16)
-            for shape in ((width, 2 * inner_width), (inner_width, width))
-        ]
+        shapes = (width, 2 * inner_width), (inner_width, width)
+        linears = [Linear(*shape, bias=False, params_dtype=torch.bfloat16) for shape in shapes]
         results.append([])
         for x in inputs:
             with autocast(enabled=True, recipe=DelayedScaling()):
                 quantizers = activation_quantizers(*linears)
                 inner = linears[0](x)
-                is_by_kernel = hands_on_fp8 and quantizers is not None
-                activated = Fp8SwiGLU.apply(inner, *quantizers) if is_by_kernel else swiglu(inner)
-                output = linears[1](activated)
+                takes_fp8 = hands_on_fp8 and quantizers
+                output = linears[1](Fp8SwiGLU.apply(inner, *quantizers) if takes_fp8 else swiglu(inner))
             weights = [linear.weight for linear in linears]
             results[-1] += [output, *torch.autograd.grad(output, [x, *weights], torch.ones_like(output))]
-        assert quantizers is not None
+        assert quantizers
     return float(sum((one != other).sum() for one, other in zip(*results, strict=True)))
 
 

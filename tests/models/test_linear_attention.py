@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_vl.config import RunConfigError, parse_config
-from megatron_vl.models.transformer_configs import check_fp8_linear_attention
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.base import LinearAttentionSpec
+from megatron_vl.training.resolve import check_fp8_linear_attention
 from tests.support.ranks import in_ranks
 
 SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.json")

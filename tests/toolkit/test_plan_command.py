@@ -128,7 +128,7 @@ def test_plan_refuses_wrong_options(capsys) -> None:
     for words, told in (
         (["--gpus", "2"], "no model is given"),
         ([*B7, "--gpus", "0"], "at least 1"),
-        ([*B7[:2], "--gpus", "2", "--gpu", "Z80"], "GPU Z80 is unknown"),
+        ([*B7[:2], "--gpus", "2", "--gpu", "A1000"], "GPU A1000 is unknown"),
     ):
         assert main(["plan", *words]) in (1, 2)
         assert told in capsys.readouterr().err

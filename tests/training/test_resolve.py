@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import LoraConfig, RunConfigError, parse_config
-from megatron_vl.config.checks import check_output_dir, config_remarks
+from megatron_vl.config.checks import check_output_dir, check_outputs, config_remarks
 from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.training.lora import with_stored_lora
@@ -25,6 +25,12 @@ def test_file_in_a_folders_place_is_reported_with_the_field(tmp_path: Path, fiel
     config = parse_config([*RUN, f"--{field}", f"{tmp_path / 'file'}{below}"])
     with pytest.raises(RunConfigError, match=rf"^{field} .*file{below}: .*file is a file; give a folder"):
         resolve_run(config, 1)
+
+
+def test_folder_of_checkpoints_is_not_the_models(tmp_path: Path) -> None:
+    config = parse_config([*RUN[:-1], str(tmp_path), "--checkpoint.dir", f"{tmp_path}/../{tmp_path.name}"])
+    with pytest.raises(RunConfigError, match=r"^checkpoint.dir .* is the folder of model.hf"):
+        check_outputs(config)
 
 
 def test_type_of_computation_follows_the_machine() -> None:
