@@ -12,6 +12,7 @@ from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.families.base import LinearAttentionSpec
 from megatron_vl.training.resolve import check_fp8_linear_attention
 from tests.support.ranks import in_ranks
+from tests.test_config import NORMS_AGAIN
 
 SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.json")
 
@@ -23,9 +24,8 @@ def test_fp8_rejects_widths_that_16_does_not_divide() -> None:
     check_fp8_linear_attention(linear, parse_config([*fp8, "4"]))
     with pytest.raises(RunConfigError, match=r"fp8\.recipe tensorwise: with parallel\.tp 8, .* 1544 rows"):
         check_fp8_linear_attention(linear, parse_config([*fp8, "8"]))
-    norms = ["--recompute.language", "selective", "--recompute.language_modules", "[layernorm]"]
     with pytest.raises(RunConfigError, match="leave out layernorm"):
-        check_fp8_linear_attention(linear, parse_config([*fp8, "4", *norms]))
+        check_fp8_linear_attention(linear, parse_config([*fp8, "4", *NORMS_AGAIN.split()]))
 
 
 @in_ranks()
