@@ -316,8 +316,7 @@ def fp8_mlp_error(rows: int, width: int, inner_width: int) -> float:
                 inner = linears[0](x)
                 takes_fp8 = hands_on_fp8 and quantizers
                 output = linears[1](Fp8SwiGLU.apply(inner, *quantizers) if takes_fp8 else swiglu(inner))
-            weights = [linear.weight for linear in linears]
-            results[-1] += [output, *torch.autograd.grad(output, [x, *weights], torch.ones_like(output))]
+            results[-1] += [output, *torch.autograd.grad(output.sum(), [x, *(y.weight for y in linears)])]
         assert quantizers
     return float(sum((one != other).sum() for one, other in zip(*results, strict=True)))
 
