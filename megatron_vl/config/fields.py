@@ -190,8 +190,8 @@ class RecomputeConfig:
     """Language model: none, selective (what language_modules lists) or full (every layer)."""
     language_modules: list[Literal["core_attn", "mlp", "layernorm", "activation"]] = option(["core_attn"])
     """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP: costs
-    almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine, and not fp8.recipe
-    delayed)."""
+    almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine, and neither
+    fp8.recipe delayed nor linear attention in FP8)."""
     vision: Literal["none", "activation", "full"] = "none"
     """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
     keep: list[Literal["attention", "experts"]] = option([])

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.layers.biased_layers import load_float32
+from megatron_vl.kernels.layers.swiglu import gate_gradient
 from megatron_vl.kernels.sizes import cdiv
 
 BLOCK_ROWS = 64
@@ -43,8 +45,8 @@ def _swiglu_kernel(
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     mask = (row < num_rows) & (column < width)
     gate_pointers = x + row * 2 * width + column
-    gate = tl.load(gate_pointers, mask, 0.0).to(tl.float32)
-    up = tl.load(gate_pointers + width, mask, 0.0).to(tl.float32)
+    gate = load_float32(gate_pointers, mask)
+    up = load_float32(gate_pointers + width, mask)
     scale, largest_before = tl.load(scale_pointer), tl.load(largest_pointer)
     tl.store(inverse_scale, tl.div_rn(1.0, scale))
 
@@ -53,8 +55,8 @@ def _swiglu_kernel(
     if output_grad is None:
         largest = _store_tile(silu * up, scale, values, transposed, row, column, mask, num_rows, width)
     else:
-        grad = tl.load(output_grad + row * width + column, mask, 0.0).to(tl.float32)
-        gate_grad = grad * up * (sigmoid + silu * (1 - sigmoid))
+        grad = load_float32(output_grad + row * width + column, mask)
+        gate_grad = gate_gradient(sigmoid, silu, up, grad)
         largest = _store_tile(gate_grad, scale, values, transposed, row, column, mask, num_rows, 2 * width)
         up_grad, column = grad * silu, column + width
         up_largest = _store_tile(up_grad, scale, values, transposed, row, column, mask, num_rows, 2 * width)

@@ -12,12 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_vl.kernels.layers.biased_layers import load_float32
 from megatron_vl.kernels.sizes import cdiv, next_power_of_2
-
-
-@triton.jit
-def _load_block(row_pointer, column_index, column_mask):
-    return tl.load(row_pointer + column_index, mask=column_mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -35,6 +31,11 @@ def _activate(silu, up_values, row_weights, row, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
+def gate_gradient(sigmoid, silu, up_values, output_grad):
+    return output_grad * up_values * (sigmoid + silu * (1 - sigmoid))
+
+
+@triton.jit
 def _forward_kernel(
     x, row_weights, output_pointer, output_width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -42,8 +43,8 @@ def _forward_kernel(
     column_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column_mask = column_index < output_width
     gate_pointer = x + row * 2 * output_width
-    gate_values = _load_block(gate_pointer, column_index, column_mask)
-    up_values = _load_block(gate_pointer + output_width, column_index, column_mask)
+    gate_values = load_float32(gate_pointer + column_index, column_mask)
+    up_values = load_float32(gate_pointer + output_width + column_index, column_mask)
     y = _activate(gate_values * tl.sigmoid(gate_values), up_values, row_weights, row, WEIGHTED)
     _store_block(output_pointer + row * output_width, column_index, column_mask, y)
 
@@ -69,9 +70,9 @@ def _backward_kernel(
     column_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column_mask = column_index < output_width
     gate_pointer = x + row * 2 * output_width
-    gate_values = _load_block(gate_pointer, column_index, column_mask)
-    up_values = _load_block(gate_pointer + output_width, column_index, column_mask)
-    output_grad = _load_block(output_grad_pointer + row * output_width, column_index, column_mask)
+    gate_values = load_float32(gate_pointer + column_index, column_mask)
+    up_values = load_float32(gate_pointer + output_width + column_index, column_mask)
+    output_grad = load_float32(output_grad_pointer + row * output_width + column_index, column_mask)
     sigmoid = tl.sigmoid(gate_values)
     silu = gate_values * sigmoid
     if OUTPUT:
@@ -82,7 +83,7 @@ def _backward_kernel(
         tl.store(row_weight_grads + row, weight_grad)
         output_grad *= tl.load(row_weights + row).to(tl.float32)
 
-    gate_grad = output_grad * up_values * (sigmoid + silu * (1 - sigmoid))
+    gate_grad = gate_gradient(sigmoid, silu, up_values, output_grad)
     gate_grad_pointer = x_grad_pointer + row * 2 * output_width
     _store_block(gate_grad_pointer, column_index, column_mask, gate_grad)
     _store_block(gate_grad_pointer + output_width, column_index, column_mask, output_grad * silu)
