@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_vl.config import LoraConfig, ModelConfig, TrainConfig
+from megatron_vl.core_fixes.fp8_recompute import reduce_amaxes_once
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients, use_column_sums
 from megatron_vl.models.attention import choose_backend, flash_attention_is_right, keep_layer_outputs
 from megatron_vl.models.decoupled import DecoupledTower
@@ -65,6 +66,7 @@ def build_chunks(
     _choose_trained_parameters(chunks, spec, layout, config)
     if platform.has_transformer_engine:
         use_column_sums()
+        reduce_amaxes_once()
         for module in modules:
             fuse_weight_gradients(module)
 

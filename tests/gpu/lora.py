@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.gpu.parity import FAMILY_SIZES, SELECTIVE, SIZES
 from tests.gpu.results import Results, option_parser, work_folders
+from tests.parity.cases import FULL, TP2_SP
 from tests.support.tiny_run import torchrun
 from tests.support.tiny_trainer import gather, save, train, trainer_of
 from tests.training.test_context_parallel import ROWS
@@ -29,25 +30,24 @@ from toolkit.common.tiny_checkpoint import write_tiny_checkpoint
 
 PARTS = ["language", "vision", "merger"]
 FAMILIES = dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), PARTS) | {"qwen3_5_moe": [*PARTS, "experts"]}
-SP = {"sequence_parallel": True}
 FP8: dict[str, Any] = {"fp8": {"recipe": "delayed", "vision": True}}
-FULL: dict[str, Any] = {"recompute": {"language": "full", "vision": "full"}}
+FULL_RECOMPUTE: dict[str, Any] = {"recompute": FULL}
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "one rank": {},
-        "full recompute": FULL,
+        "full recompute": FULL_RECOMPUTE,
         "FP8, tower too": {"fp8": {"recipe": "tensorwise", "vision": True}},
         "selective recompute": {"overlap": True, "recompute": SELECTIVE},
-        "full recompute in FP8": FULL | FP8,
+        "full recompute in FP8": FULL_RECOMPUTE | FP8,
     },
     2: {
         "DP2 with overlap": {"overlap": True},
-        "TP2 + SP": {"tp": 2, **SP},
+        "TP2 + SP": TP2_SP,
         "PP2": {"pp": 2},
         "CP2, decoupled": {"cp": 2, "decoupled": True},
         "EP2": {"ep": 2, "overlap": True},
-        "TP2 + SP in FP8": {"tp": 2, **SP, **FP8},
-        "DP2 with full recompute in FP8": FULL | FP8,
+        "TP2 + SP in FP8": TP2_SP | FP8,
+        "DP2 with full recompute in FP8": FULL_RECOMPUTE | FP8,
     },
 }
 MAX_LOSS_ERROR = 0.01

@@ -35,22 +35,13 @@ from toolkit.parity import worker
 from toolkit.parity.case import ParityCase, write_cases
 
 SIZES = {
-    "hidden_size": 1024,
-    "heads": 8,
-    "kv_heads": 4,
-    "mrope_section": (16, 24, 24),
-    "ffn_hidden_size": 2752,
-    "vision_hidden_size": 640,
-    "vision_heads": 8,
-    "vision_ffn_hidden_size": 1710,
+    **{"hidden_size": 1024, "heads": 8, "kv_heads": 4, "mrope_section": (16, 24, 24)},
+    **{"ffn_hidden_size": 2752, "vision_ffn_hidden_size": 1710, "vision_hidden_size": 640, "vision_heads": 8},
 }
 QWEN3_SIZES = {
     **SIZES,
-    "head_dim": 128,
-    "interleaved_section": (24, 20, 20),
-    "vision_hidden_size": 576,
-    "vision_ffn_hidden_size": 2152,
-    "position_table_side": 48,
+    **{"head_dim": 128, "interleaved_section": (24, 20, 20), "position_table_side": 48},
+    **{"vision_hidden_size": 576, "vision_ffn_hidden_size": 2152},
 }
 HYBRID_SIZES = {
     **QWEN3_SIZES,

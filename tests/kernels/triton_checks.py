@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from megatron_vl.core_fixes.fp8_recompute import reduce_amaxes_once
 from megatron_vl.core_fixes.wgrad_fusion import use_column_sums
 from megatron_vl.kernels.attention import tower_forward
 from megatron_vl.kernels.attention.tower_attention import tower_attention
@@ -217,6 +218,7 @@ def on_gpu() -> dict[str, float]:
         "SwiGLU beyond FP8": fp8_swiglu_error(*(torch.randn(64, n * 128, **bf16) for n in (2, 1)), 65536.0),
         "SwiGLU in FP8 between linears": fp8_mlp_error(1024, 512, 1376),
         "linear of Transformer Engine": linear_error(17_724, 1280, 3840),
+        "amaxes of layers that run again": repeated_reductions(),
         "SwiGLU with a bias": activation_error("silu", 17_724, 3456, is_gated=True, **bf16),
         "GELU with a bias": activation_error("gelu_tanh", 17_724, 4352, **bf16),
         "QuickGELU with a bias": activation_error("quick_gelu", 1001, 2565, **bf16),
@@ -275,13 +277,10 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
 def fp8_swiglu_error(gate_and_up: Tensor, output_grad: Tensor, factor: float = 0.5) -> float:
     """FP8 numbers of SwiGLU and of its gradient, and of their transposes, that a cast would not give."""
     scale, wrong = gate_and_up.new_full((1,), factor, dtype=torch.float32), 0
+    x_grad = swiglu_backward(gate_and_up, None, output_grad, with_output=False)[0]
     for grad, fp8, plain in (
         (None, torch.float8_e4m3fn, swiglu_forward(gate_and_up, None)),
-        (
-            output_grad,
-            torch.float8_e5m2,
-            swiglu_backward(gate_and_up, None, output_grad, with_output=False)[0],
-        ),
+        (output_grad, torch.float8_e5m2, x_grad),
     ):
         largest_number = torch.full_like(scale, 1e-3)
         values, transposed, inverse = swiglu_in_fp8(gate_and_up, scale, largest_number, grad)
@@ -337,11 +336,8 @@ def sum_error(rows: int, width: int, **kind: Any) -> float:
     shapes = ((rows, 1, width), (rows, 1, width), (width,))
     inputs = [torch.randn(shape, **kind).requires_grad_() for shape in shapes]
     expected = sum(tensor.double() for tensor in inputs)
-    errors = [
-        worst(biased_sum(*inputs), expected, inputs),
-        worst(biased_sum(*inputs[:2], inputs[2].detach()), expected, inputs[:2]),
-    ]
-    return float(torch.tensor(errors).max())
+    frozen_error = worst(biased_sum(*inputs[:2], inputs[2].detach()), expected, inputs[:2])
+    return float(torch.tensor([frozen_error, worst(biased_sum(*inputs), expected, inputs)]).max())
 
 
 def linear_error(rows: int, width_in: int, width_out: int) -> float:
@@ -355,6 +351,25 @@ def linear_error(rows: int, width_in: int, width_out: int) -> float:
     assert linear.bias.grad is not None and linear.bias.grad.equal(column_sums(grad))
     expected = grad.double().sum(0)
     return float((linear.bias.grad - expected).abs().max() / expected.abs().max())
+
+
+def repeated_reductions() -> float:
+    """Of two linears that run again, beside a norm: those beyond one forward and one backward."""
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch import Linear, RMSNorm, checkpoint, fp8_autocast
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+    reduce_amaxes_once()
+    norm, *linears = RMSNorm(64), Linear(64, 64), Linear(64, 64)
+    reduced = Mock(side_effect=Manager.reduce_and_update_fp8_tensors)
+    with patch.object(Manager, "reduce_and_update_fp8_tensors", reduced):
+        for _ in range(2):
+            states = norm(torch.randn(32, 64, device="cuda"))
+            with fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+                for linear in linears:
+                    states = checkpoint(linear, states)
+            states.sum().backward()
+    return reduced.call_count - 4.0
 
 
 def multiply_scaled(
@@ -581,14 +596,7 @@ def adapters_error(counts: list[int], features_in: int, features_out: int, rank:
 
 
 def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float:
-    """Largest error of rows copied to others, summed from them, and of parts of rows copied: values and
-    gradients.
-
-    Args:
-        shares: of the rows, which are copied by each column.
-        width: of a row; a part has one element.
-        kind: device and dtype of rows.
-    """
+    """Of rows copied to others, a share by each column, summed from them, and of parts of rows copied."""
     device = kind.get("device")
     chosen = torch.rand(rows, len(shares), device=device) < torch.tensor(shares, device=device)
     row_ids = make_row_ids(chosen)
