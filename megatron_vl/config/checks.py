@@ -370,6 +370,8 @@ def config_remarks(config: TrainConfig, on_cpu: bool) -> list[str]:
         remarks.append("checkpoint.dir is empty: no checkpoint of this run is saved")
     if not (lora.rank or lora.adapter) and lora != LoraConfig():
         remarks.append("lora.rank is 0: the whole model is trained, and other fields of lora have no effect")
+    if config.fp8.recipe == "none" and config.fp8.vision:
+        remarks.append("fp8.recipe is none: fp8.vision has no effect")
     step_tokens = config.global_batch_size * config.data.seq_len
     if on_cpu and step_tokens > LONG_CPU_STEP and not config.data.is_synthetic:
         remarks.append(

@@ -108,7 +108,8 @@ def _sort_key(time: RunPrediction) -> tuple:
 
 def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     """The step of all possible sizes and placements, without recomputation and with the least offload."""
-    groups, spec, rows = [], request.spec, assumed_rows(request.config, request.spec)
+    groups, refusals, spec = [], [], request.spec
+    rows = assumed_rows(request.config, spec)
     run = with_offload_fraction(request.config, request.offload_shares[0])
     run = dataclasses.replace(run, recompute=request.recomputes[0][0])
     check_field_ranges(run)
@@ -123,13 +124,10 @@ def _size_groups(request: SearchRequest) -> list[RunPrediction]:
                 flops = executed_flops(placed, spec, rows)
                 layout = planned_layout(placed, spec)
                 groups.append(RunPrediction(placed, spec, layout, dp, request.gpu, rows, flops))
-        except (RunConfigError, LayoutError):
-            continue
+        except (RunConfigError, LayoutError) as error:
+            refusals.append(error)
     if not groups:
-        raise RunConfigError(
-            f"no layout of {request.world_size} GPUs is possible with global_batch_size"
-            f" {request.config.global_batch_size}: the data-parallel size must divide it"
-        )
+        raise RunConfigError(f"no layout of {request.world_size} GPUs is possible: {refusals[0]}")
     return groups
 
 

@@ -110,5 +110,7 @@ def test_search_keeps_only_outputs_that_a_run_can_keep(size, gpu, options, kept)
 def test_search_rejects_impossible_layouts_and_finds_none_if_the_smallest_does_not_fit() -> None:
     request = request_of("Qwen2.5-VL-72B", 2, 8)
     assert search_layouts(request) == [] and smallest_layout(request).peak_gib > 131.8
-    with pytest.raises(RunConfigError, match="no layout of 29 GPUs is possible with global_batch_size 3"):
+    with pytest.raises(RunConfigError, match="no layout of 29 GPUs is possible: global_batch_size 3 must"):
         find("Qwen2.5-VL-7B", 29, 3)
+    with pytest.raises(RunConfigError, match="no layout of 8 GPUs is possible: fp8.recipe delayed needs"):
+        find("Qwen2.5-VL-7B", 8, 8, "--fp8.recipe", "delayed", "--dtype", "float32")

@@ -277,11 +277,9 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
 def fp8_swiglu_error(gate_and_up: Tensor, output_grad: Tensor, factor: float = 0.5) -> float:
     """FP8 numbers of SwiGLU and of its gradient, and of their transposes, that a cast would not give."""
     scale, wrong = gate_and_up.new_full((1,), factor, dtype=torch.float32), 0
+    result = swiglu_forward(gate_and_up, None)
     x_grad = swiglu_backward(gate_and_up, None, output_grad, with_output=False)[0]
-    for grad, fp8, plain in (
-        (None, torch.float8_e4m3fn, swiglu_forward(gate_and_up, None)),
-        (output_grad, torch.float8_e5m2, x_grad),
-    ):
+    for grad, fp8, plain in ((None, torch.float8_e4m3fn, result), (output_grad, torch.float8_e5m2, x_grad)):
         largest_number = torch.full_like(scale, 1e-3)
         values, transposed, inverse = swiglu_in_fp8(gate_and_up, scale, largest_number, grad)
         bound = torch.finfo(fp8).max  # as Transformer Engine's casts, not as torch's

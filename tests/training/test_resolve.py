@@ -73,6 +73,7 @@ LONG_STEP = "16,384 tokens are a long step on cpu; give a smaller --global_batch
         ("--lora.rank 8 --lora.alpha 4", False, NO_RANK, False),
         ("--lora.adapter runs/first --lora.alpha 4", False, NO_RANK, False),  # their rank is read later
         ("--lora.alpha 4", False, NO_RANK, True),
+        ("--fp8.vision true", False, "fp8.recipe is none: fp8.vision has no effect", True),
         # As those of the default, 8 rows of at least 2,048 tokens; not those of the pages, nor random rows.
         ("--data.path d", True, LONG_STEP, True),
         ("--data.path d", False, LONG_STEP, False),

@@ -54,8 +54,8 @@ def _pass_text(resolved_run: ResolvedRun) -> str:
     encoder = open_encoder(config.data, resolved_run.spec, config.model.hf)
     try:
         data_statistics = count_statistics(encoder, config.model.hf)
-    except UserError as error:  # the first start writes the sizes
-        return f"the steps of a pass over the data are not known: {error}"
+    except UserError:
+        return "the steps of a pass over the data are not known: the first start measures the samples"
     text = describe_pass(data_statistics.pass_facts(config.global_batch_size), fills_rows=config.steps > 0)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in data_statistics.left_out_reasons().items())
     return f"{text}; left out of {data_statistics.num_samples:,} samples: {reasons}" if reasons else text
