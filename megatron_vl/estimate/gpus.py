@@ -48,8 +48,8 @@ class Gpu:
     is_measured: bool = True
 
     @property
-    def has_flash_attention(self) -> bool:
-        """Whether FlashAttention-4 supports it: from Hopper on."""
+    def is_hopper_or_later(self) -> bool:
+        """FlashAttention-4 and FP8 need it."""
         return self.name.startswith(("H", "B"))
 
     @property

@@ -66,7 +66,7 @@ class SearchRequest:
     def recomputes(self) -> tuple[list[RecomputeConfig], list[RecomputeConfig]]:
         """The recompute settings that a run can have, the one that needs least memory last: with ``etp`` 1,
         and with more."""
-        can_keep = self.config.fp8.recipe == "none" and self.gpu.has_flash_attention
+        can_keep = self.config.fp8.recipe == "none" and self.gpu.is_hopper_or_later
         ladders: tuple[list[RecomputeConfig], list[RecomputeConfig]] = [], []
         for ladder, has_no_experts in zip(ladders, (self.spec.language.moe is None, True), strict=True):
             for recompute_fields in RECOMPUTE_LADDER:

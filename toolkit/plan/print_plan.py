@@ -56,7 +56,8 @@ def print_plan(found: Plan) -> None:
 
 
 def _layout_table(found: Plan) -> Table:
-    table = Table("layout", "s a step", "tokens/s", "MFU", "GiB", "stages wait", title="Layouts that fit")
+    title = "Layouts that fit; times are those of bf16"
+    table = Table("layout", "s a step", "tokens/s", "MFU", "GiB", "stages wait", title=title)
     for prediction in (*([found.own] if found.own else []), *found.fitting):
         text = describe_layout(prediction.config, prediction.layout, prediction.dp)
         if prediction is found.own:

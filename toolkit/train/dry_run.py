@@ -87,14 +87,15 @@ def _print_run(run: ResolvedRun, world_size: int) -> None:
         print(f"fullest rank: {fullest_text}; the estimate is made for GPUs")
     else:
         print(f"fullest GPU: {fullest_text}; a ninth of a GPU, at most 8 GiB, should stay free")
-        gib_by_gpu = {gpu.label: gpu.memory_gib for gpu in known_gpus().values()}
+        is_fp8, gpus = config.fp8.recipe != "none", known_gpus().values()
+        gib_by_gpu = {gpu.label: gpu.memory_gib for gpu in gpus if gpu.is_hopper_or_later or not is_fp8}
         fits = [name for name, gib in gib_by_gpu.items() if prediction.peak_gib + reserve_gib(gib) <= gib]
         print(f"fits: {', '.join(fits) or 'none of ' + ', '.join(gib_by_gpu)}")
         if prediction.host_gib:
             print(f"host memory: {prediction.host_gib:.1f} GiB for each rank of the fullest stage")
         gpu = prediction.gpu.name + ("" if prediction.gpu.is_measured else " (not measured)")
         print(
-            f"estimated on {gpu} with image rows: {prediction.step_seconds:.2f} s a step,"
+            f"estimated on {gpu} in bf16 with image rows: {prediction.step_seconds:.2f} s a step,"
             f" {prediction.tokens_per_second:,.0f} tokens/s at {prediction.mfu:.0%} MFU"
         )
     for note in run.run_notes:
