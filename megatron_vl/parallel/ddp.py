@@ -55,8 +55,7 @@ class ReplicaDDP(DistributedDataParallel):
         return self._wait_for_parameters
 
     def _wait_for_parameters(self, module: nn.Module, *_: Any) -> None:
-        groups = self._groups_by_module.get(module)
-        if groups is None:
+        if (groups := self._groups_by_module.get(module)) is None:
             group_by_param = self.param_to_bucket_group
             own_groups = [group_by_param[p] for p in module.parameters(recurse=False) if p in group_by_param]
             groups = self._groups_by_module[module] = list(dict.fromkeys(own_groups))
