@@ -253,8 +253,7 @@ class ActivationEstimator:
         return projected + norm_inputs + exchanged + log_sum_exp + gate_elements
 
     def _linear_attention_elements(self, kind: LayerKind) -> float:
-        linear_attention = self.spec.language.linear_attention
-        if linear_attention is None:
+        if (linear_attention := self.spec.language.linear_attention) is None:
             return 0.0
         values = linear_attention.value_heads * linear_attention.value_dim
         projected_elements = linear_attention.conv_channels + values + 2 * linear_attention.value_heads
@@ -385,13 +384,12 @@ class ActivationEstimator:
         # Kept activations exist during the pipeline's passes and the first pass of other images. Their own
         # backward pass comes first and frees them. All rows' features are on the device when ranks exchange
         # them.
-        device_bytes = max(
+        return max(
             placed_bytes + kept_bytes,
             placed_bytes + local_feature_bytes + backward_bytes - pipeline_bytes,
             placed_bytes + kept_bytes + local_feature_bytes + encode_bytes - pipeline_bytes,
             row_feature_bytes * placed_rows + kept_bytes + local_feature_bytes - pipeline_bytes,
-        )
-        return device_bytes, row_feature_bytes * host_rows
+        ), row_feature_bytes * host_rows
 
     @functools.cached_property
     def _decoupled_parts(self) -> tuple[float, float, float]:

@@ -364,8 +364,7 @@ def tower_forward_flops(vision_spec: VisionSpec, sizes: RowSizes) -> tuple[float
 def layer_weights(language_spec: LanguageSpec, kind: LayerKind) -> dict[str, int]:
     """Weights of a decoder layer that multiply one token, by matrix in the order of the forward pass."""
     hidden_size, moe_spec = language_spec.hidden_size, language_spec.moe
-    linear_attention = language_spec.linear_attention
-    if linear_attention is not None and kind.has_linear_attention:
+    if (linear_attention := language_spec.linear_attention) is not None and kind.has_linear_attention:
         value_width = linear_attention.value_heads * linear_attention.value_dim
         input_width = linear_attention.conv_channels + value_width + 2 * linear_attention.value_heads
         weights = {
