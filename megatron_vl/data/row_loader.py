@@ -4,8 +4,6 @@ Batches are planned (see :mod:`megatron_vl.data.planned_rows`), so a state does 
 workers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Collection, Iterator

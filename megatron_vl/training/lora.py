@@ -23,8 +23,7 @@ def with_start_lora(
         source_checkpoint: the checkpoint that the run resumes from. It holds the run's LoRA, and the
             settings of the one in ``lora.adapter`` are not read.
     """
-    adapter_dir = config.lora.adapter
-    if not adapter_dir:
+    if not (adapter_dir := config.lora.adapter):
         return config
 
     from converters.lora import PeftAdapters, open_lora
@@ -75,8 +74,7 @@ def check_lora_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> N
     """Raises RunConfigError if the LoRA in ``lora.adapter`` was trained on other weights than the run's."""
     from converters.lora import open_lora
 
-    adapter_dir = config.lora.adapter
-    if not adapter_dir:
+    if not (adapter_dir := config.lora.adapter):
         return
     start_dir = config.model.checkpoint or config.model.hf
     if difference := open_lora(adapter_dir, spec).lora_base.difference_text(base_digest, start_dir):

@@ -94,8 +94,7 @@ def _chained_core_optimizer(
     optimizer = get_megatron_optimizer(
         core_config, model_chunks, config_overrides=config_overrides, use_gloo_process_groups=False
     )
-    decoupled_tower = model_chunks[0].module.decoupled
-    if decoupled_tower is None or decoupled_tower.ddp is None:
+    if (decoupled_tower := model_chunks[0].module.decoupled) is None or decoupled_tower.ddp is None:
         return optimizer
     tower_optimizer = get_megatron_optimizer(
         core_config,
@@ -240,6 +239,5 @@ def _scale_gradients(sub_optimizer: Any, factor: float) -> None:
 
 
 def _multiply_gradients(parameters: Iterable[Any], factor: float) -> None:
-    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-    if gradients:
+    if gradients := [p.grad for p in parameters if p.grad is not None and p.grad.numel()]:
         torch._foreach_mul_(gradients, factor)

@@ -92,8 +92,7 @@ def hf_digests(
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeights | None:
     """Checks the weights, and returns them without comparing hashes."""
     check_weights_exist(config)
-    start_weights = open_start_weights(config, should_verify=False)
-    if start_weights is None:
+    if (start_weights := open_start_weights(config, should_verify=False)) is None:
         return None
     if isinstance(start_weights, HfCheckpoint):
         start_weights.check_tied_output()

@@ -20,12 +20,7 @@ from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE, locate_shards, read_manifest
 from megatron_vl.weights.matrix_blocks import gather_region, shard_blocks
 from megatron_vl.weights.model_digest import LoraBase, recorded_base
-from megatron_vl.weights.tensor_files import (
-    DTYPE_BY_NAME,
-    MatrixRegion,
-    TensorReader,
-    WeightsError,
-)
+from megatron_vl.weights.tensor_files import DTYPE_BY_NAME, MatrixRegion, TensorReader, WeightsError
 from megatron_vl.weights.trained_media import read_json_object
 
 

@@ -285,10 +285,9 @@ class _RowPlan:
         best_choice = cost.argmin(axis=1)
         row_numbers = np.arange(len(row_indices))
         present_cost = PATCHES_PER_TOKEN * free_tokens + np.abs(missing_patches)
-        exchange_gain = present_cost - cost[row_numbers, best_choice]
         return np.stack(
             [
-                exchange_gain,
+                present_cost - cost[row_numbers, best_choice],
                 choices.reshape(len(row_indices), -1)[row_numbers, best_choice],
                 best_choice // CHOICES_PER_ROW,
             ]

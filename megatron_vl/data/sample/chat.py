@@ -48,11 +48,7 @@ from megatron_vl.data.sample.conversation_checks import (
 )
 from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.parts import ExchangeStart
-from megatron_vl.data.sample.thinking import (
-    THINK_CLOSING,
-    first_trained_character,
-    has_thinking_switch,
-)
+from megatron_vl.data.sample.thinking import THINK_CLOSING, first_trained_character, has_thinking_switch
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, shared_tokenizer
 from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
@@ -299,8 +295,7 @@ class ChatEncoder:
             # A timestamp begins with "<". What stands before may merge with that, but not with its digits.
             # The two markers around a frame group come on top.
             for time in grid.timestamps:
-                text = f"<{time:.1f} seconds>"
-                if text not in self._timestamp_tokens:
+                if (text := f"<{time:.1f} seconds>") not in self._timestamp_tokens:
                     self._timestamp_tokens[text] = len(
                         self._fast_tokenizer.encode(text, add_special_tokens=False)
                     )

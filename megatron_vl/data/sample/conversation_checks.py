@@ -174,8 +174,7 @@ def find_lost_text(
         lost_text, found_end = _find_in_order(texts, turn_text)
         if message.get("role") != "assistant":
             position += found_end
-        lost_text = lost_text or _find_lost_argument(message, turn_text)
-        if lost_text:
+        if lost_text := lost_text or _find_lost_argument(message, turn_text):
             return lost_text
     return ""
 

@@ -92,8 +92,7 @@ class DatasetDescription:
         Raises:
             LoaderError: the split is empty.
         """
-        names = self.shards_by_split.get(split_name)
-        if not names:
+        if not (names := self.shards_by_split.get(split_name)):
             filled_splits = sorted(name for name, shards in self.shards_by_split.items() if shards)
             raise LoaderError(
                 f"{self.path}: the split {split_name!r} is empty; splits with samples:"

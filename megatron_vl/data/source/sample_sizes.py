@@ -117,10 +117,9 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
         json_fields = json.loads(read_text_file(path))
         # A shard that was excluded when the sizes were written may be back.
         measured_shards = {name: facts["samples"] for name, facts in json_fields["shards"].items()}
-        present_shards = set().union(*dataset_description.shards_by_split.values())
         return json_fields["content"] == dataset_description.content_id and all(
             measured_shards.get(name, -1) == dataset_description.samples_by_shard.get(name)
-            for name in present_shards
+            for name in set().union(*dataset_description.shards_by_split.values())
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -235,8 +234,7 @@ class StoredSizes:
         if self.exchanges is None:
             return []
         starts, ends = _ranges(self.exchange_ends, np.array([sample_number]))
-        found: list[tuple[int, int]] = self.exchanges[starts[0] : ends[0]].tolist()
-        return found
+        return self.exchanges[starts[0] : ends[0]].tolist()
 
 
 def _ranges(ends: Any, numbers: Integers) -> tuple[Integers, Integers]:
@@ -353,8 +351,7 @@ class SampleSizeCounter:
         """
         media = slice(*(int(bound[0]) for bound in stored_sizes.media_ranges(np.array([sample_number]))))
         is_document = stored_sizes.document_flags is not None and stored_sizes.document_flags[sample_number]
-        exchanges = stored_sizes.exchanges_of(sample_number)
-        if not is_document and not exchanges:
+        if not is_document and not (exchanges := stored_sizes.exchanges_of(sample_number)):
             return []  # it may have coordinates among its media
         all_limits = stored_sizes.own_limits(np.arange(media.start, media.stop))
         grids = [

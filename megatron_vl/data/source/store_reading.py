@@ -114,8 +114,7 @@ class ReadAhead:
             with self._lock:
                 if request.error is not None:
                     raise request.error
-                content = request.samples.pop(index, None)
-                if content is not None:
+                if (content := request.samples.pop(index, None)) is not None:
                     del self._request_of_sample[source, index]
                     self._kept_bytes -= len(content)
                 if not request.samples:
@@ -127,8 +126,7 @@ class ReadAhead:
     def _find_or_start_request(self, source: int, index: int) -> _Request:
         """The request that reads a sample. A new one reads the whole block if the block is used soon."""
         self._expected.pop((source, index), None)
-        request = self._request_of_sample.get((source, index))
-        if request is None:
+        if (request := self._request_of_sample.get((source, index))) is None:
             shards = self._shards[source]
             assert shards is not None
             blocks_fit = shards.mean_bytes * shards.block_size * self._block_count <= MAX_KEPT_BYTES
@@ -276,8 +274,7 @@ def read_tar_shards(dataset: DatasetDescription) -> dict[str, TarShard]:
     """The tars of an indexed data set by name; none for a converted one. A list of spans in a store is copied
     into memory, as the sizes are."""
     metadata_dir = dataset.path / METADATA_DIR
-    tar_list = read_tar_list(metadata_dir)
-    if tar_list is None:
+    if (tar_list := read_tar_list(metadata_dir)) is None:
         return {}
     spans_path: Any = metadata_dir / SPANS_FILE
     counts = [dataset.samples_by_shard.get(name, 0) for name in tar_list.stamps]

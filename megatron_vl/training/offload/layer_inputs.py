@@ -159,12 +159,11 @@ class HostInput:
             self.copied_event.record(copy_stream)
 
     def fetch(self) -> None:
-        if self._device_tensor is not None:
-            return
-        self._device_tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        # Kernels that were launched before may still use this memory.
-        self.offload.copy_stream.wait_stream(torch.cuda.current_stream())
-        self._copy(self._host_pieces, _pieces_of(self._device_tensor))
+        if self._device_tensor is None:
+            self._device_tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            # Kernels that were launched before may still use this memory.
+            self.offload.copy_stream.wait_stream(torch.cuda.current_stream())
+            self._copy(self._host_pieces, _pieces_of(self._device_tensor))
 
     def to_device(self) -> Tensor:
         """The tensor on the device. The copy of the next one begins."""

@@ -46,8 +46,7 @@ def state_file_name(rank: int, number: int = 0) -> str:
 
 def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
     """Reads ``run.json`` of a step folder. Raises CheckpointError if it cannot be used."""
-    path = checkpoint_path / "run.json"
-    if not path.is_file():
+    if not (path := checkpoint_path / "run.json").is_file():
         raise CheckpointError(f"{checkpoint_path} is not a checkpoint of a run: {path.name} is missing")
 
     try:

@@ -406,8 +406,7 @@ class OptimizerStateReader:
         while position < end:
             # A tied weight has state on two stages, and state that is not spread is on every replica. The
             # copies are equal, so any of them will do.
-            covering = [piece for piece in saved if piece.start <= position < piece.end]
-            if not covering:
+            if not (covering := [piece for piece in saved if piece.start <= position < piece.end]):
                 raise MissingOptimizerStateError(
                     f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {position}"
                     f" to {end} of tensor rank {shard_index}; were other parts frozen when it was saved?"
