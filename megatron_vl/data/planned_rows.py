@@ -71,8 +71,7 @@ class PlanningContext:
         self.epochs = epochs
         self.datasets = list(datasets)
         self.blend_sources = list(blend_sources)
-        self.row_encoder = row_encoder
-        self.rows_per_step = rows_per_step
+        self.row_encoder, self.rows_per_step = row_encoder, rows_per_step
         self.sized_sources = [
             SizedSource(dataset, tokenization_id, source.content_id)
             for dataset, source in zip(self.datasets, self.blend_sources, strict=True)

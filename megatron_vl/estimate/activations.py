@@ -220,15 +220,13 @@ class ActivationEstimator:
         sequence_ranks = self._sequence_parallel_size if is_language else 1
         dropout_widths = (1 + 1 / self.bytes_per_element) * bool(self.config.lora.dropout)
         elements = 0.0
-        for adapter in adapters:
-            if not adapter.matrix_name.startswith(prefix):
-                continue
+        for adapter in [each for each in adapters if each.matrix_name.startswith(prefix)]:
             if adapter.is_expert and (moe_spec := self.spec.language.moe) is not None:
                 elements += moe_spec.top_k * self.layout.etp * adapter.rank_sum / sequence_ranks
-                continue
-            input_ranks = self.layout.tp if adapter.is_row_parallel else sequence_ranks
-            elements += adapter.rank_sum / (sequence_ranks if adapter.is_row_parallel else 1)
-            elements += dropout_widths * adapter.columns / input_ranks
+            else:
+                input_ranks = self.layout.tp if adapter.is_row_parallel else sequence_ranks
+                elements += adapter.rank_sum / (sequence_ranks if adapter.is_row_parallel else 1)
+                elements += dropout_widths * adapter.columns / input_ranks
         return elements
 
     def _attention_elements(self, kind: LayerKind) -> float:
@@ -249,8 +247,7 @@ class ActivationEstimator:
             keeps_output = self._keeps_input(kind.adapters, "self_attention.linear_proj", is_trained)
             gate_elements = query_width * (1 + keeps_output + 4 / self.bytes_per_element)
         log_sum_exp = language_spec.num_heads * 4 / self.bytes_per_element / tensor_parallel_size
-        projected = 2 * query_width + 2 * key_value_width
-        return projected + norm_inputs + exchanged + log_sum_exp + gate_elements
+        return 2 * query_width + 2 * key_value_width + norm_inputs + exchanged + log_sum_exp + gate_elements
 
     def _linear_attention_elements(self, kind: LayerKind) -> float:
         if (linear_attention := self.spec.language.linear_attention) is None:

@@ -286,12 +286,11 @@ def _trained_before(spec: ModelSpec, lora: LoraConfig, prefix: str, weights: dic
     trained_before, is_reached = set[str](), False
     saved = saved_modules(spec, lora)
     for tensor_name in tensor_table(spec) if saved else ():
-        if not tensor_name.startswith(prefix):
-            continue
-        is_reached = is_reached or tensor_name in saved
-        matrix_name = tensor_name.removeprefix(prefix).removesuffix(".weight")
-        if is_reached and matrix_name in weights:
-            trained_before.add(matrix_name)
+        if tensor_name.startswith(prefix):
+            is_reached = is_reached or tensor_name in saved
+            matrix_name = tensor_name.removeprefix(prefix).removesuffix(".weight")
+            if is_reached and matrix_name in weights:
+                trained_before.add(matrix_name)
     return trained_before
 
 

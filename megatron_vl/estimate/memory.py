@@ -148,8 +148,7 @@ def _stage_memory(
     else:
         # A frozen tower runs before the decoder layers of its micro-batch, which then take its memory.
         reused_bytes = largest_transient + kept_by_chunk[0] * config.model.freeze_vision
-        transient_bytes = max(0.0, tower.transient_bytes - reused_bytes)
-        vision_bytes = in_flight[0] * tower.kept_bytes + transient_bytes
+        vision_bytes = in_flight[0] * tower.kept_bytes + max(0.0, tower.transient_bytes - reused_bytes)
         vision_host_bytes = in_flight[0] * tower.host_bytes
 
     # Offloaded state passes through the GPU where activations were before.

@@ -61,12 +61,7 @@ class _GroupCache:
         store.wait([all_arrived_key])
 
     def get_group(
-        self,
-        ranks: list[int],
-        *,
-        backend: str | None = None,
-        group_desc: str | None = None,
-        **group_options: Any,
+        self, ranks: list[int], *, backend: str | None = None, group_desc: str | None = None, **options: Any
     ) -> Any:
         """Makes a group as ``torch.distributed.new_group`` does, or reuses the group of an earlier layout.
 
@@ -76,9 +71,7 @@ class _GroupCache:
         key = (kind, self.request_counts[kind])
         self.request_counts[kind] += 1
         if key not in self.cached_groups:
-            self.cached_groups[key] = dist.new_group(
-                ranks, backend=backend, group_desc=group_desc, **group_options
-            )
+            self.cached_groups[key] = dist.new_group(ranks, backend=backend, group_desc=group_desc, **options)
         return self.cached_groups[key]
 
 
@@ -163,8 +156,7 @@ def group_of_this_rank() -> Any:
     if (context_group := mpu.get_context_parallel_group()).size() == 1:
         return context_group
 
-    group_cache = current_groups()
-    if group_cache.single_rank_group is None:
+    if (group_cache := current_groups()).single_rank_group is None:
         group_cache.single_rank_group = dist.new_group(
             [dist.get_rank()], use_local_synchronization=True, group_desc="GROUP_OF_ONE"
         )

@@ -140,12 +140,11 @@ def survive_closed_outputs() -> None:
         if not isinstance(old_stream, io.TextIOWrapper) or old_stream.fileno() != number:
             continue  # a test has replaced the stream
         old_stream.flush()
-        # Without a buffer (`python -u`), a stream is not line-buffered but written through.
-        is_line_buffered = old_stream.line_buffering or old_stream.write_through or name == "stderr"
         lasting_stream = io.TextIOWrapper(
             io.BufferedWriter(_PipeSafeOutput(number, "wb", closefd=False)),
             old_stream.encoding,
             old_stream.errors,
-            line_buffering=is_line_buffered,
+            # Without a buffer (`python -u`), a stream is not line-buffered but written through.
+            line_buffering=old_stream.line_buffering or old_stream.write_through or name == "stderr",
         )
         setattr(sys, name, lasting_stream)

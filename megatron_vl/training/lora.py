@@ -61,8 +61,7 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     lora = dataclasses.replace(stored_lora, adapter=config.lora.adapter, dropout=config.lora.dropout)
     for name, default in dataclasses.asdict(LoraConfig()).items():
         value, stored_value = getattr(config.lora, name), getattr(lora, name)
-        is_stated = value != default or name in config.lora.stated_fields
-        if is_stated and value != stored_value:
+        if (value != default or name in config.lora.stated_fields) and value != stored_value:
             raise RunConfigError(
                 f"lora.{name} is {value}, but the adapters in {holder} have {stored_value}; leave the field"
                 " out"

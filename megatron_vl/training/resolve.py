@@ -215,12 +215,11 @@ def check_own_checkpoint(
     not exist.
     """
     from megatron_vl.training.start_weights import start_weights_path
-    from megatron_vl.training.state.load import open_checkpoint_weights, read_run_metadata, suggest_remedy
+    from megatron_vl.training.state.load import open_checkpoint_weights, suggest_remedy
     from megatron_vl.weights.model_digest import recorded_base
 
     with suggest_remedy(checkpoint_path):
-        metadata = read_run_metadata(checkpoint_path)
-        weight_reader = open_checkpoint_weights(checkpoint_path, metadata)
+        metadata, weight_reader = open_checkpoint_weights(checkpoint_path)
     check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
     check_same_lora(checkpoint_path, weight_reader.lora, config, spec)
     if recorded_base(metadata).differs_from(base_digest):

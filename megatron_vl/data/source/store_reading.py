@@ -80,9 +80,7 @@ class ReadAhead:
         self._requests: OrderedDict[_Request, None] = OrderedDict()
         """All requests that are kept. Those that were used last come last."""
         self._request_of_sample: dict[tuple[int, int], _Request] = {}
-        self._running_requests = 0
-        self._kept_bytes = 0
-        self._expect_calls = 0
+        self._running_requests = self._kept_bytes = self._expect_calls = 0
 
     def __bool__(self) -> bool:
         """Whether any data set is in a store."""

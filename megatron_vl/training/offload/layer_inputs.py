@@ -66,9 +66,7 @@ class LayerInputOffload(HostPieces):
         super().__init__(platform, "recompute.offload_inputs; set it to false")
         # The forward pass of a block that runs now.
         self._hooks = contextlib.ExitStack()
-        self._first_moved = 0
-        self._num_layers = 0
-        self._num_inputs = 0
+        self._first_moved = self._num_layers = self._num_inputs = 0
         self._last_input: HostInput | None = None
         self._input_complete = torch.cuda.Event()
 

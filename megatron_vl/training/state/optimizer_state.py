@@ -142,10 +142,11 @@ def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]
             continue
 
         # The distributed optimizer owns a range of each parameter, which may begin and end inside of it.
-        if isinstance(sub_optimizer, DistributedOptimizer):
-            parameter_ranges = _owned_ranges(sub_optimizer, tensors_by_id)
-        else:
-            parameter_ranges = _whole_parameters(sub_optimizer, live_tensors)
+        parameter_ranges = (
+            _owned_ranges(sub_optimizer, tensors_by_id)
+            if isinstance(sub_optimizer, DistributedOptimizer)
+            else _whole_parameters(sub_optimizer, live_tensors)
+        )
         for live_tensor, start, end, main_param, param_group in parameter_ranges:
             chunked_parameter = chunked_parameters.get(id(main_param))
             adam_state = {} if chunked_parameter is not None else sub_optimizer.optimizer.state[main_param]

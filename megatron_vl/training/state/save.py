@@ -405,7 +405,6 @@ class CheckpointSaver:
     def _commit_checkpoint(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> None:
         """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its final name."""
         markers = self._wait_for_markers(partial_dir / "done")
-        weight_entries = [entry for marker in markers for entry in marker["weights"]]
         files, slices_by_file = (
             {name: value for marker in markers for name, value in marker[part].items()}
             for part in ("files", "slices")
@@ -414,7 +413,7 @@ class CheckpointSaver:
             partial_dir / "weights",
             self.spec,
             dataclasses.replace(self.layout, decoupled=False, cp=1, key_ranks=1),
-            weight_entries,
+            [entry for marker in markers for entry in marker["weights"]],
             {"step": snapshot.step, **recorded_base(snapshot.run_metadata).entry()},
             snapshot.lora,
         )
