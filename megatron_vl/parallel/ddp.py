@@ -128,10 +128,8 @@ class AbsentTower:
     def __init__(self, ddp_chunk: ReplicaDDP, vision_tower: nn.Module) -> None:
         self.ddp_chunk = ddp_chunk
         self.trained_params = [p for p in vision_tower.parameters() if p in ddp_chunk.param_to_bucket_group]
-        own_group_ids = {id(ddp_chunk.param_to_bucket_group[p]) for p in self.trained_params}
-        self.bucket_groups = [
-            group for group in reversed(ddp_chunk.bucket_groups) if id(group) in own_group_ids
-        ]
+        own_ids = {id(ddp_chunk.param_to_bucket_group[p]) for p in self.trained_params}
+        self.bucket_groups = [group for group in reversed(ddp_chunk.bucket_groups) if id(group) in own_ids]
         # All buckets are gathered ahead at once, so that their order does not depend on the modules that run.
         warnings.filterwarnings(
             "ignore", message="The next bucket's parameter all-gather operation has already been"

@@ -155,9 +155,7 @@ def find_lost_text(
         answer_spans: start and end of each assistant turn, without its header, in ``rendered_text``.
     """
     remaining_spans = iter(answer_spans)
-    last_question = max(
-        (i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1
-    )
+    last_question = max((i for i, turn in enumerate(messages) if turn.get("role") == "user"), default=-1)
     position = 0
     for i, message in enumerate(messages):
         if message.get("role") != "assistant":

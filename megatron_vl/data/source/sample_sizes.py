@@ -169,9 +169,7 @@ def list_all_datasets(description: Description) -> list[DatasetDescription]:
         if isinstance(description, DatasetDescription)
         else [*description.dataset_by_path.values()]
     )
-    return list(
-        {str(part.path): part for dataset in datasets for part in dataset.parts or (dataset,)}.values()
-    )
+    return list({str(part.path): part for each in datasets for part in each.parts or (each,)}.values())
 
 
 @dataclass(frozen=True)
@@ -386,11 +384,9 @@ class SampleSizeCounter:
         all_limits = stored_sizes.own_limits(medium_numbers)
         keys = [medium + limits for medium, limits in zip(media, all_limits, strict=True)]
         uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
-        for number, medium_fields in zip(
-            uncached_media, medium_records[uncached_media].tolist(), strict=True
-        ):
+        for number, fields in zip(uncached_media, medium_records[uncached_media].tolist(), strict=True):
             try:
-                media_size = self._count_medium(all_limits[number], *medium_fields)
+                media_size = self._count_medium(all_limits[number], *fields)
             except PixelError:
                 media_size = 0
             self._cached_media_sizes[keys[number]] = media_size

@@ -224,10 +224,8 @@ class ChunkedStep:
         self.optimizer_step: Callable[[], Any] = adam_optimizer.step
         self.has_group_counts = counts_steps_by_group(adam_optimizer)
         self._chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
-        first_slices = chunked_parameters[0].chunk_slices if chunked_parameters else []
-        self.runs_own_kernel = (
-            bool(first_slices) and first_slices[0].state_chunk.moments_dtype != torch.float32
-        )
+        slices = chunked_parameters[0].chunk_slices if chunked_parameters else []
+        self.runs_own_kernel = bool(slices) and slices[0].state_chunk.moments_dtype != torch.float32
         """Whether moments are bf16: :mod:`megatron_vl.kernels.optimizer.adam` then updates all parameters."""
         self.gradient_scale = 1.0
         """Factor by which our kernel multiplies the gradients of the next update as it reads them."""

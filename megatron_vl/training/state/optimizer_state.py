@@ -148,11 +148,9 @@ def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]
             else _whole_parameters(sub_optimizer, live_tensors)
         )
         for live_tensor, start, end, main_param, param_group in parameter_ranges:
-            chunked_parameter = chunked_parameters.get(id(main_param))
-            adam_state = {} if chunked_parameter is not None else sub_optimizer.optimizer.state[main_param]
-            yield OptimizerSlice(
-                live_tensor, start, end, main_param, adam_state, param_group, chunked_parameter
-            )
+            chunked = chunked_parameters.get(id(main_param))
+            adam_state = {} if chunked is not None else sub_optimizer.optimizer.state[main_param]
+            yield OptimizerSlice(live_tensor, start, end, main_param, adam_state, param_group, chunked)
 
 
 _ParameterRange = tuple[LiveTensor, int, int, Tensor, dict[str, Any]]
