@@ -53,6 +53,9 @@ class SearchRequest:
     """GiB of host memory for each GPU."""
     result_count: int = 8
 
+    def fits(self, prediction: RunPrediction) -> bool:
+        return prediction.fits_memory and prediction.host_gib <= self.host_gib
+
     @functools.cached_property
     def offload_shares(self) -> list[float]:
         """The shares of the optimizer's state in host memory to try, the least first."""
@@ -146,7 +149,7 @@ def _cheapest_fit(
                 break
             if run is without and not _with_share(run, request.offload_shares[-1]).fits_memory:
                 break
-            if run.fits_memory and run.host_gib <= request.host_gib:
+            if request.fits(run):
                 best, best_key = run, key
                 break
     return best
