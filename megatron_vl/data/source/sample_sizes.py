@@ -349,7 +349,8 @@ class SampleSizeCounter:
         """
         media = slice(*(int(bound[0]) for bound in stored_sizes.media_ranges(np.array([sample_number]))))
         is_document = stored_sizes.document_flags is not None and stored_sizes.document_flags[sample_number]
-        if not is_document and not (exchanges := stored_sizes.exchanges_of(sample_number)):
+        exchanges = stored_sizes.exchanges_of(sample_number)
+        if not is_document and not exchanges:
             return []  # it may have coordinates among its media
         all_limits = stored_sizes.own_limits(np.arange(media.start, media.stop))
         grids = [
