@@ -66,7 +66,7 @@ class PlanningContext:
         tokenization_id: str,
         row_encoder: RowEncoder,
         rows_per_step: int,
-        epochs: int = 0,
+        epochs: int,
     ) -> None:
         self.epochs = epochs
         self.datasets = list(datasets)

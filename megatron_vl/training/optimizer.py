@@ -148,7 +148,7 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
 
 
 @torch.no_grad()
-def gradient_norms(optimizer: ChainedOptimizer, own_norm_group: str | None = None) -> list[float]:
+def gradient_norms(optimizer: ChainedOptimizer, own_norm_group: str | None) -> list[float]:
     """The norm over the whole model of gradients that are sums over tokens, and that of ``own_norm_group``.
 
     Collective; the host waits for the device.
@@ -167,8 +167,8 @@ def clip_and_update(
     token_norms: list[float],
     loss_tokens: int,
     is_loss_finite: bool,
-    own_norm_group: str | None = None,
-    before_update: Callable[[], object] = lambda: None,
+    own_norm_group: str | None,
+    before_update: Callable[[], object],
 ) -> tuple[bool, float]:
     """Divides gradients by the number of loss tokens, clips them, and updates weights. Collective.
 

@@ -207,7 +207,7 @@ def read_split_facts(config: TrainConfig, dataset_description: Description) -> d
 
 
 def check_own_checkpoint(
-    config: TrainConfig, spec: ModelSpec, checkpoint_path: Path, base_digest: str = ""
+    config: TrainConfig, spec: ModelSpec, checkpoint_path: Path, base_digest: str
 ) -> None:
     """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
 

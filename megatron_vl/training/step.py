@@ -77,11 +77,7 @@ class StepResult:
 
 
 def wrap_in_ddp(
-    config: TrainConfig,
-    model_chunks: list[VisionLanguageModel],
-    *,
-    overlap: bool = True,
-    bucket_size: int | None = None,
+    config: TrainConfig, model_chunks: list[VisionLanguageModel], *, overlap: bool, bucket_size: int | None
 ) -> list[ReplicaDDP]:
     """Wraps the chunks in Megatron-core's DDP, and sets the schedule's hooks in the model's config.
 
