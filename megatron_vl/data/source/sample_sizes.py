@@ -134,10 +134,9 @@ def find_datasets_without_sizes(
         LoaderError: there is no such split.
     """
     tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
-    datasets: dict[str, DatasetDescription] = {}
-    for dataset, _ in description.split_parts(split_name):
-        datasets |= {str(part.path): part for part in dataset.parts or (dataset,)}
-    return [dataset for dataset in datasets.values() if not has_stored_sizes(dataset, tokenization_id)]
+    datasets = [dataset for dataset, _ in description.split_parts(split_name)]
+    parts_by_path = {str(part.path): part for each in datasets for part in each.parts or (each,)}
+    return [part for part in parts_by_path.values() if not has_stored_sizes(part, tokenization_id)]
 
 
 def missing_sizes_advice(
