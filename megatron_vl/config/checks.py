@@ -7,13 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config.fields import (
-    RANDOM_WEIGHTS,
-    SYNTHETIC_ROWS,
-    LoraConfig,
-    RunConfigError,
-    TrainConfig,
-)
+from megatron_vl.config.fields import RANDOM_WEIGHTS, SYNTHETIC_ROWS, LoraConfig, RunConfigError, TrainConfig
 from megatron_vl.config.options import valid_range
 from megatron_vl.system.folder_kind import folder_kind, why_no_model
 from megatron_vl.system.plurals import pluralize
@@ -251,8 +245,7 @@ def check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
     """
     for config_field in dataclasses.fields(config_section):
         name, field_metadata = name_prefix + config_field.name, config_field.metadata
-        value = getattr(config_section, config_field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value := getattr(config_section, config_field.name)):
             check_field_ranges(value, f"{name}.")
         elif field_metadata and isinstance(value, int | float):
             if range_text := valid_range(value, field_metadata):
@@ -266,8 +259,7 @@ def check_inputs(config: TrainConfig) -> None:
     """Raises RunConfigError for a run whose model does not exist, or lacks weights. No file is read."""
     hf_dir, lora = Path(config.model.hf), config.lora
     _refuse_if(
-        not config.steps and config.data.is_synthetic,
-        f"data.path {config.data.path} has no end: give steps",
+        not config.steps and config.data.is_synthetic, f"data.path {config.data.path} has no end: give steps"
     )
     _refuse_if(
         not config.model.hf, "model.hf is empty; give the Hugging Face folder that the model comes from"

@@ -145,8 +145,7 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_name(name: str, place: str = "") -> None:
-    fields = [*field_types(), "config"]
-    if name not in fields:
+    if name not in (fields := [*field_types(), "config"]):
         raise RunConfigError(f"{place}{explain_unknown(name, fields)}")
 
 

@@ -120,8 +120,7 @@ def explain_unknown(name: str, known_names: Sequence[str], words_before: Sequenc
     by_leaf = {known.rpartition(".")[2]: known for known in known_names}
     leaf = name.removeprefix("--").rpartition(".")[2]
     near = near or ([by_leaf[leaf]] if leaf in by_leaf else get_close_matches(name, known_names, 3))
-    near = near or [by_leaf[each] for each in get_close_matches(leaf, by_leaf, 3)]
-    if near:
+    if near := near or [by_leaf[each] for each in get_close_matches(leaf, by_leaf, 3)]:
         return f"{name} is unknown; did you mean {' or '.join(near[:3])}?"
     valid = [known for known in known_names if known.startswith(f"{name.partition('.')[0]}.")] or known_names
     return f"{name} is unknown" + (f"; valid: {', '.join(valid)}" if len(valid) < 40 else "")

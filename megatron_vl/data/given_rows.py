@@ -1,7 +1,5 @@
 """A loader of rows that are in memory, for trainings without a data set: comparisons and tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

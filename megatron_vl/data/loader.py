@@ -30,7 +30,7 @@ from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.families.hf_folder import compute_template_digest
+from megatron_vl.spec.families.hf_folder import compute_template_digest, compute_tokenizer_digest
 
 READ_AHEAD = 256
 """Number of samples of a validation split that are read ahead from an object store."""
@@ -102,7 +102,7 @@ def _loader_identity(
         "pixels": [pixel_settings.pop(name) for name in PIXEL_FIELDS],
         "chat_template": compute_template_digest(chat_encoder.chat_template),
         "template_arguments": data_config.template_arguments,
-        "tokenizer": chat_encoder.tokenizer_digest(),
+        "tokenizer": compute_tokenizer_digest(chat_encoder.tokenizer.backend_tokenizer),
         # Those that come from the processor's files, such as processor.patch_size.
         **{f"{PROCESSOR_PREFIX}{name}": value for name, value in pixel_settings.items()},
     }

@@ -90,13 +90,10 @@ def cook_sample(crude_sample: dict[str, Any], source_index: int = 0) -> RawSampl
 
     It never fails: missing parts are found and counted when encoding.
     """
-    media_bytes = {
-        name: data for name, data in crude_sample.items() if name != "json" and not name.startswith("__")
-    }
     return RawSample(
         crude_sample["__key__"],
         crude_sample.get("json"),
-        media_bytes,
+        {name: data for name, data in crude_sample.items() if name != "json" and not name.startswith("__")},
         crude_sample.get("__shard__", ""),
         source_index,
         crude_sample.get(BROKEN_FIELD),
@@ -190,8 +187,7 @@ class RowEncoder:
         if not len(tokens):
             raise UnusableError("no tokens", "the chat template renders nothing")
         sample.token_ids, sample.loss_mask = tokens, mask
-        too_large = self._too_large(sample)
-        if too_large is None:
+        if (too_large := self._too_large(sample)) is None:
             return
 
         patch_counts = [grid.num_patches for grid in sample.grids]
@@ -331,8 +327,9 @@ class RowEncoder:
             source_index: number of the source in the blend for which a row of padding counts.
         """
         usable = self.usable_samples(samples)
-        pad_token = self.chat_encoder.pad_token_id
-        pad_token = padding_token(self.spec) if pad_token is None else pad_token
+        pad_token = self.chat_encoder.tokenizer.pad_token_id
+        if pad_token is None or pad_token >= self.spec.language.vocab_size:
+            pad_token = padding_token(self.spec)
         padding = TokenizedSample(torch.tensor([pad_token]), torch.zeros(1, dtype=torch.bool))
         row = pack_row(
             [self.postencode_sample(sample) for sample in usable] or [padding],

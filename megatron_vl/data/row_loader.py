@@ -4,8 +4,6 @@ Batches are planned (see :mod:`megatron_vl.data.planned_rows`), so a state does 
 workers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Collection, Iterator
@@ -65,9 +63,8 @@ class RowLoader(Iterator[TrainingRow]):
         dp: int,
         data_config: DataConfig,
     ) -> None:
-        self._planning_context = planning_context
+        self._planning_context, self._data_config = planning_context, data_config
         self._identity = loader_identity
-        self._data_config = data_config
         self._dp_rank, self._dp = dp_rank, dp
         self._change_lines: list[str] = []
         self._start_row = 0

@@ -31,16 +31,7 @@ DISTINCT_TOKENS, MAX_DISTINCT_ROWS = 2**20, 64
 """Rows are repeated after about so many tokens, and after so many rows. A replica keeps its rows in pinned
 memory, at most 3 GB of pixels."""
 DRAWING_THREADS = 4
-IMAGE_SIZES = (
-    (640, 480),
-    (480, 640),
-    (640, 427),
-    (427, 640),
-    (640, 426),
-    (640, 360),
-    (500, 375),
-    (640, 640),
-)
+IMAGE_SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (640, 360), (500, 375), (640, 640))
 """Width and height in pixels: the sizes of COCO's images. :mod:`megatron_vl.estimate.rows` assumes their
 mean."""
 TEXT_LENGTHS = range(40, 261)

@@ -68,12 +68,10 @@ class ActivationEstimator:
         """Bytes of the logits that a stage computes at once, held twice; only the last stage has any."""
         if pipeline_stage < self.layout.pp - 1:
             return 0.0
-        logits_tokens = min(-(-self.loss_tokens // self.layout.cp), LOSS_CHUNK_TOKENS)
+        tokens = min(-(-self.loss_tokens // self.layout.cp), LOSS_CHUNK_TOKENS)
         # Those of multi-token prediction come on top, unless they are computed in chunks.
-        copies = 4.0 if self.spec.language.has_mtp and logits_tokens < LOSS_CHUNK_TOKENS else 2.0
-        return (
-            copies * self.bytes_per_element * logits_tokens * self.spec.language.vocab_size / self.layout.tp
-        )
+        copies = 4.0 if self.spec.language.has_mtp and tokens < LOSS_CHUNK_TOKENS else 2.0
+        return copies * self.bytes_per_element * tokens * self.spec.language.vocab_size / self.layout.tp
 
     @property
     def _sequence_parallel_size(self) -> int:
@@ -102,15 +100,15 @@ class ActivationEstimator:
         if language_spec.has_mtp and is_last_chunk:
             boundary_bytes += 6 * hidden_bytes  # both norms and what they normalise, side by side
             mtp_kind = LayerKind(language_spec.moe is not None, False)
-            mtp_layer_bytes = [bytes_per_feature * self._decoder_layer_elements(mtp_kind)]
+            mtp_bytes = [bytes_per_feature * self._decoder_layer_elements(mtp_kind)]
         else:
-            mtp_layer_bytes = []
+            mtp_bytes = []
         has_linear_attention = any(kind.has_linear_attention for kind in kinds_of_layers)
         delta_rule_bytes = self._delta_rule_bytes() if has_linear_attention else 0.0
 
         layer_bytes = [bytes_per_feature * self._elements_by_layer_kind[kind] for kind in kinds_of_layers]
         if self.config.recompute.language != "full":
-            return ActivationBytes(sum(layer_bytes + mtp_layer_bytes) + boundary_bytes, delta_rule_bytes)
+            return ActivationBytes(sum(layer_bytes + mtp_bytes) + boundary_bytes, delta_rule_bytes)
 
         # The backward pass of the MLP frees its activations before that of the delta rule begins.
         for layer_index, kind in enumerate(kinds_of_layers):
@@ -124,9 +122,7 @@ class ActivationEstimator:
             # 107.5 with the levels counted once, 114.5 so.
             boundary_bytes += hidden_bytes * (2 * (levels_in + levels_in - 1) - deepstack_levels)
         kept_bytes = sum(bytes_per_feature * self._kept_elements(kind) for kind in kinds_of_layers)
-        return self._recomputed_layers(
-            layer_bytes + mtp_layer_bytes, hidden_bytes, boundary_bytes + kept_bytes
-        )
+        return self._recomputed_layers(layer_bytes + mtp_bytes, hidden_bytes, boundary_bytes + kept_bytes)
 
     def _kept_elements(self, kind: LayerKind) -> float:
         """Elements of one token that ``recompute.keep`` adds to the input of a layer."""
@@ -154,12 +150,10 @@ class ActivationEstimator:
 
         If inputs are in host memory, those of the recomputed layer and of the next one are on the device.
         """
-        all_inputs, largest_layer = len(layer_bytes) * input_bytes, max(layer_bytes, default=0.0)
+        all_inputs, largest = len(layer_bytes) * input_bytes, max(layer_bytes, default=0.0)
         if not self.config.recompute.offload_inputs:
-            return ActivationBytes(all_inputs + other_bytes, largest_layer)
-        return ActivationBytes(
-            other_bytes, largest_layer + min(2, len(layer_bytes)) * input_bytes, all_inputs
-        )
+            return ActivationBytes(all_inputs + other_bytes, largest)
+        return ActivationBytes(other_bytes, largest + min(2, len(layer_bytes)) * input_bytes, all_inputs)
 
     @functools.cached_property
     def _kinds(self) -> tuple[LayerKind, ...]:
@@ -220,15 +214,13 @@ class ActivationEstimator:
         sequence_ranks = self._sequence_parallel_size if is_language else 1
         dropout_widths = (1 + 1 / self.bytes_per_element) * bool(self.config.lora.dropout)
         elements = 0.0
-        for adapter in adapters:
-            if not adapter.matrix_name.startswith(prefix):
-                continue
+        for adapter in [each for each in adapters if each.matrix_name.startswith(prefix)]:
             if adapter.is_expert and (moe_spec := self.spec.language.moe) is not None:
                 elements += moe_spec.top_k * self.layout.etp * adapter.rank_sum / sequence_ranks
-                continue
-            input_ranks = self.layout.tp if adapter.is_row_parallel else sequence_ranks
-            elements += adapter.rank_sum / (sequence_ranks if adapter.is_row_parallel else 1)
-            elements += dropout_widths * adapter.columns / input_ranks
+            else:
+                input_ranks = self.layout.tp if adapter.is_row_parallel else sequence_ranks
+                elements += adapter.rank_sum / (sequence_ranks if adapter.is_row_parallel else 1)
+                elements += dropout_widths * adapter.columns / input_ranks
         return elements
 
     def _attention_elements(self, kind: LayerKind) -> float:
@@ -249,12 +241,10 @@ class ActivationEstimator:
             keeps_output = self._keeps_input(kind.adapters, "self_attention.linear_proj", is_trained)
             gate_elements = query_width * (1 + keeps_output + 4 / self.bytes_per_element)
         log_sum_exp = language_spec.num_heads * 4 / self.bytes_per_element / tensor_parallel_size
-        projected = 2 * query_width + 2 * key_value_width
-        return projected + norm_inputs + exchanged + log_sum_exp + gate_elements
+        return 2 * query_width + 2 * key_value_width + norm_inputs + exchanged + log_sum_exp + gate_elements
 
     def _linear_attention_elements(self, kind: LayerKind) -> float:
-        linear_attention = self.spec.language.linear_attention
-        if linear_attention is None:
+        if (linear_attention := self.spec.language.linear_attention) is None:
             return 0.0
         values = linear_attention.value_heads * linear_attention.value_dim
         projected_elements = linear_attention.conv_channels + values + 2 * linear_attention.value_heads
@@ -385,13 +375,12 @@ class ActivationEstimator:
         # Kept activations exist during the pipeline's passes and the first pass of other images. Their own
         # backward pass comes first and frees them. All rows' features are on the device when ranks exchange
         # them.
-        device_bytes = max(
+        return max(
             placed_bytes + kept_bytes,
             placed_bytes + local_feature_bytes + backward_bytes - pipeline_bytes,
             placed_bytes + kept_bytes + local_feature_bytes + encode_bytes - pipeline_bytes,
             row_feature_bytes * placed_rows + kept_bytes + local_feature_bytes - pipeline_bytes,
-        )
-        return device_bytes, row_feature_bytes * host_rows
+        ), row_feature_bytes * host_rows
 
     @functools.cached_property
     def _decoupled_parts(self) -> tuple[float, float, float]:

@@ -286,12 +286,11 @@ def _trained_before(spec: ModelSpec, lora: LoraConfig, prefix: str, weights: dic
     trained_before, is_reached = set[str](), False
     saved = saved_modules(spec, lora)
     for tensor_name in tensor_table(spec) if saved else ():
-        if not tensor_name.startswith(prefix):
-            continue
-        is_reached = is_reached or tensor_name in saved
-        matrix_name = tensor_name.removeprefix(prefix).removesuffix(".weight")
-        if is_reached and matrix_name in weights:
-            trained_before.add(matrix_name)
+        if tensor_name.startswith(prefix):
+            is_reached = is_reached or tensor_name in saved
+            matrix_name = tensor_name.removeprefix(prefix).removesuffix(".weight")
+            if is_reached and matrix_name in weights:
+                trained_before.add(matrix_name)
     return trained_before
 
 
@@ -364,8 +363,7 @@ def tower_forward_flops(vision_spec: VisionSpec, sizes: RowSizes) -> tuple[float
 def layer_weights(language_spec: LanguageSpec, kind: LayerKind) -> dict[str, int]:
     """Weights of a decoder layer that multiply one token, by matrix in the order of the forward pass."""
     hidden_size, moe_spec = language_spec.hidden_size, language_spec.moe
-    linear_attention = language_spec.linear_attention
-    if linear_attention is not None and kind.has_linear_attention:
+    if (linear_attention := language_spec.linear_attention) is not None and kind.has_linear_attention:
         value_width = linear_attention.value_heads * linear_attention.value_dim
         input_width = linear_attention.conv_channels + value_width + 2 * linear_attention.value_heads
         weights = {

@@ -134,8 +134,7 @@ def local_gpu() -> Gpu | None:
 
     The kind decides and not the single card, so that all nodes of a cluster find the same one.
     """
-    local_gpus = query_gpus()
-    if not local_gpus:
+    if not (local_gpus := query_gpus()):
         return None
     name, memory_gib = local_gpus[0].gpu_name, local_gpus[0].total_memory_mib / 1024
     try:

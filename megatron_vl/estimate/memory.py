@@ -85,11 +85,7 @@ GPU_MEMORY_PARTS = tuple("weights gradients optimizer activations vision logits 
 
 
 def stage_memories(
-    config: TrainConfig,
-    spec: ModelSpec,
-    layout: Layout,
-    dp: int,
-    fullest_row: RowSizes | None = None,
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, fullest_row: RowSizes | None = None
 ) -> Iterator[StageMemory]:
     """The peak memory of each pipeline stage, first stage first, computed when it is asked for.
 
@@ -152,8 +148,7 @@ def _stage_memory(
     else:
         # A frozen tower runs before the decoder layers of its micro-batch, which then take its memory.
         reused_bytes = largest_transient + kept_by_chunk[0] * config.model.freeze_vision
-        transient_bytes = max(0.0, tower.transient_bytes - reused_bytes)
-        vision_bytes = in_flight[0] * tower.kept_bytes + transient_bytes
+        vision_bytes = in_flight[0] * tower.kept_bytes + max(0.0, tower.transient_bytes - reused_bytes)
         vision_host_bytes = in_flight[0] * tower.host_bytes
 
     # Offloaded state passes through the GPU where activations were before.
@@ -185,9 +180,7 @@ def in_flight_states(
     During the warm-up the numbers only grow, so only its end counts.
     """
     pass_count = micro_batches * vpp
-    warmup_passes = pp - pipeline_stage - 1
-    if vpp > 1:
-        warmup_passes = 2 * warmup_passes + (vpp - 1) * pp
+    warmup_passes = (pp - pipeline_stage - 1) * (2 if vpp > 1 else 1) + (vpp - 1) * pp
     warmup_passes = min(warmup_passes, pass_count - 1)
     counts, states = [0] * vpp, []
     for forward_pass in range(pass_count):

@@ -142,8 +142,7 @@ def check_host_memory(
         remedy_text = f"lower it to {largest_offload_fraction(config, spec, layout, dp, host_gib):g}"
 
     stages = stage_memories(with_offload_fraction(config, offload_share), spec, layout, dp)
-    needed_gib = max(stage.host_bytes for stage in stages) / GIB
-    if needed_gib > host_gib - input_gib:
+    if (needed_gib := max(stage.host_bytes for stage in stages) / GIB) > host_gib - input_gib:
         raise RunConfigError(
             f"optimizer.offload_fraction {share_text} needs {node_ranks * needed_gib:.1f} GiB of host memory"
             f" for {ranks_text} of a node, which has {node_ranks * (host_gib - input_gib):.1f} GiB left;"

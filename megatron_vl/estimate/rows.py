@@ -27,11 +27,9 @@ def assumed_rows(config: TrainConfig, spec: ModelSpec) -> RowSizes:
     image_tokens = IMAGE_PIXELS / (vision.patch_size * vision.spatial_merge_size) ** 2
     document_tokens = image_tokens + MARK_TOKENS + TEXT_TOKENS
     image_patches = image_tokens * vision.merge_unit
-    max_patches = config.data.max_patches or math.inf
-    images = min(filled_tokens / document_tokens, max_patches / image_patches)
+    images = min(filled_tokens / document_tokens, (config.data.max_patches or math.inf) / image_patches)
     # A tower without windows has one that holds the whole image.
-    window_size = vision.window_size or math.inf
-    window_patches = min(image_patches, (window_size / vision.patch_size) ** 2)
+    window_patches = min(image_patches, ((vision.window_size or math.inf) / vision.patch_size) ** 2)
     tokens = images * document_tokens
     return RowSizes(
         tokens=tokens,

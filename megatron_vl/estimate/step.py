@@ -103,18 +103,15 @@ class RunPrediction:
 
     # --- Messages -------------------------------------------------------------------------------------------
 
-    def _bandwidth(self, rank_count: int, rank_stride: int = 1) -> float:
-        """Bytes that leave a GPU in a second in a collective of ``rank_count`` ranks ``rank_stride`` apart.
+    def _exchange_seconds(self, byte_count: float, rank_count: int, rank_stride: int = 1) -> float:
+        """Seconds of a collective of ranks ``rank_stride`` apart, in which all but one receive their share.
 
         Between nodes, the ranks of one node share the adapters of the GPUs that lie between them.
         """
-        if rank_count * rank_stride <= GPUS_PER_NODE:
-            return 1e9 * self.gpu.link_gb_s
-        return 1e9 * min(self.gpu.link_gb_s, self.gpu.network_gb_s * max(1, GPUS_PER_NODE // rank_stride))
-
-    def _exchange_seconds(self, byte_count: float, rank_count: int, rank_stride: int = 1) -> float:
-        """Seconds of a collective in which all ranks but one receive their share of some bytes."""
-        return byte_count * (rank_count - 1) / rank_count / self._bandwidth(rank_count, rank_stride)
+        gb_s = self.gpu.link_gb_s
+        if rank_count * rank_stride > GPUS_PER_NODE:
+            gb_s = min(gb_s, self.gpu.network_gb_s * max(1, GPUS_PER_NODE // rank_stride))
+        return byte_count * (rank_count - 1) / rank_count / (1e9 * gb_s)
 
     def _message_seconds(self, kind: LayerKind) -> float:
         """Seconds of the messages of a decoder layer in all its passes of a row."""

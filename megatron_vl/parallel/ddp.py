@@ -55,8 +55,7 @@ class ReplicaDDP(DistributedDataParallel):
         return self._wait_for_parameters
 
     def _wait_for_parameters(self, module: nn.Module, *_: Any) -> None:
-        groups = self._groups_by_module.get(module)
-        if groups is None:
+        if (groups := self._groups_by_module.get(module)) is None:
             group_by_param = self.param_to_bucket_group
             own_groups = [group_by_param[p] for p in module.parameters(recurse=False) if p in group_by_param]
             groups = self._groups_by_module[module] = list(dict.fromkeys(own_groups))
@@ -129,10 +128,8 @@ class AbsentTower:
     def __init__(self, ddp_chunk: ReplicaDDP, vision_tower: nn.Module) -> None:
         self.ddp_chunk = ddp_chunk
         self.trained_params = [p for p in vision_tower.parameters() if p in ddp_chunk.param_to_bucket_group]
-        own_group_ids = {id(ddp_chunk.param_to_bucket_group[p]) for p in self.trained_params}
-        self.bucket_groups = [
-            group for group in reversed(ddp_chunk.bucket_groups) if id(group) in own_group_ids
-        ]
+        own_ids = {id(ddp_chunk.param_to_bucket_group[p]) for p in self.trained_params}
+        self.bucket_groups = [group for group in reversed(ddp_chunk.bucket_groups) if id(group) in own_ids]
         # All buckets are gathered ahead at once, so that their order does not depend on the modules that run.
         warnings.filterwarnings(
             "ignore", message="The next bucket's parameter all-gather operation has already been"

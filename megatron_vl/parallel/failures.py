@@ -258,8 +258,7 @@ def report_failure(error: Exception) -> RunFailure:
         progress.describe_progress(),
         has_traceback_hint=traceback_helps(error),
     )
-    watcher = _watcher
-    if watcher is None:
+    if (watcher := _watcher) is None:
         return own_failure
     if watcher.reported_failure is not None:
         return watcher.reported_failure
@@ -323,8 +322,7 @@ def print_failure_once(failure: RunFailure) -> None:
 
 def _is_printed_already(failure: RunFailure) -> bool:
     """Whether another rank of this node has printed the message. From now on, it counts as printed."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
+    if not (error_file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return False
 
     # Without the store, the messages of ranks about lost ranks differ in numbers.

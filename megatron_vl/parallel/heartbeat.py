@@ -283,8 +283,7 @@ class _Links:
         *lines, rest = (self.unread[connection] + received).split(b"\n")
         self.unread[connection] = rest if len(rest) <= _MAX_LINE_BYTES else b""  # no rank sends as much
         for line in lines:
-            rank = self.accept_line(line)
-            if rank is not None:
+            if (rank := self.accept_line(line)) is not None:
                 self.ranks[connection] = rank
 
     def send_to_all(self, line: bytes) -> None:

@@ -57,8 +57,7 @@ class JoinWait:
         Raises:
             JoinError: the time is over.
         """
-        waited_s = time.monotonic() - self.start_time
-        if waited_s > self.limit_s:
+        if (waited_s := time.monotonic() - self.start_time) > self.limit_s:
             raise JoinError(
                 f"{describe_missing()}. To wait longer than {self.limit_s:.0f} s, raise failures.timeout_s"
             )

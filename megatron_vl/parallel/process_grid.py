@@ -137,7 +137,20 @@ def make_grid(layout: Layout) -> ProcessGrid:
     """Initialises Megatron-core's groups for ``layout``, and returns this rank's grid. Collective."""
     from megatron.core import parallel_state as mpu
 
-    _initialize_core_groups(layout)
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()  # drops core's references to groups
+    with cache_core_groups():  # all ranks start a layout together, and share the groups of earlier ones
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            # Only core's distributed checkpoints need these groups, and they are not used.
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=int(_collective_timeout.total_seconds() // 60),
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
     # Core has no group of a whole replica under context parallelism.
     replica_group, stage_group = mpu.get_model_parallel_group(), mpu.get_tensor_model_parallel_group()
     if layout.cp > 1:
@@ -170,26 +183,6 @@ def make_grid(layout: Layout) -> ProcessGrid:
     )
 
 
-def _initialize_core_groups(layout: Layout) -> None:
-    """Makes core's groups for ``layout``, or reuses those of earlier layouts. Collective over all ranks."""
-    from megatron.core import parallel_state as mpu
-
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()  # drops core's references to groups
-    with cache_core_groups():  # all ranks start a layout together
-        mpu.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            # Only core's distributed checkpoints need these groups, and they are not used.
-            create_gloo_process_groups=False,
-            distributed_timeout_minutes=int(_collective_timeout.total_seconds() // 60),
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-        )
-
-
 def _nested_context_groups(layout: Layout) -> list[dist.ProcessGroup] | None:
     """The groups of this rank that exchange heads and that gather keys. Collective over all ranks.
 
@@ -217,8 +210,9 @@ def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGr
 
 def _own_group(members_by_group: torch.Tensor, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
     """The one of these groups that has this rank. Collective over all ranks."""
+    get_group = current_groups().get_group
     groups = [  # every rank must take part in the creation of every group
-        (members, current_groups().get_group(members, backend, purpose, timeout=_collective_timeout))
+        (members, get_group(members, backend=backend, group_desc=purpose, timeout=_collective_timeout))
         for members in members_by_group.tolist()
     ]
     return next(group for members, group in groups if dist.get_rank() in members)

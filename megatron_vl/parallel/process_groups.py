@@ -61,19 +61,17 @@ class _GroupCache:
         store.wait([all_arrived_key])
 
     def get_group(
-        self, member_ranks: list[int], backend: str | None, purpose: str | None, **group_options: Any
+        self, ranks: list[int], *, backend: str | None = None, group_desc: str | None = None, **options: Any
     ) -> Any:
         """Makes a group as ``torch.distributed.new_group`` does, or reuses the group of an earlier layout.
 
         Collective over all ranks.
         """
-        kind = (tuple(member_ranks), backend, purpose)
+        kind = (tuple(ranks), backend, group_desc)
         key = (kind, self.request_counts[kind])
         self.request_counts[kind] += 1
         if key not in self.cached_groups:
-            self.cached_groups[key] = dist.new_group(
-                member_ranks, backend=backend, group_desc=purpose, **group_options
-            )
+            self.cached_groups[key] = dist.new_group(ranks, backend=backend, group_desc=group_desc, **options)
         return self.cached_groups[key]
 
 
@@ -99,13 +97,7 @@ def cache_core_groups() -> Iterator[None]:
 
     group_cache, core_create_group = current_groups(), mpu.create_group
     group_cache.begin_layout()
-
-    def get_cached_group(
-        ranks: list[int], *, backend: str | None = None, group_desc: str | None = None, **options: Any
-    ) -> Any:
-        return group_cache.get_group(ranks, backend, group_desc, **options)
-
-    mpu.create_group = get_cached_group
+    mpu.create_group = group_cache.get_group
     try:
         yield
     finally:
@@ -161,12 +153,10 @@ def group_of_this_rank() -> Any:
     """
     from megatron.core import parallel_state as mpu
 
-    context_group = mpu.get_context_parallel_group()
-    if context_group.size() == 1:
+    if (context_group := mpu.get_context_parallel_group()).size() == 1:
         return context_group
 
-    group_cache = current_groups()
-    if group_cache.single_rank_group is None:
+    if (group_cache := current_groups()).single_rank_group is None:
         group_cache.single_rank_group = dist.new_group(
             [dist.get_rank()], use_local_synchronization=True, group_desc="GROUP_OF_ONE"
         )
@@ -184,19 +174,10 @@ def destroy_groups() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     _group_cache = None
-    _drop_core_groups()
+    if (mpu := sys.modules.get("megatron.core.parallel_state")) is not None:
+        mpu.destroy_model_parallel()
+        # Core keeps some references to groups, such as those of optimizer instances.
+        for name, value in list(vars(mpu).items()):
+            if isinstance(value, dist.ProcessGroup):
+                setattr(mpu, name, None)
     gc.collect()  # a model wrapped in DDP holds its groups in a cycle
-
-
-def _drop_core_groups() -> None:
-    """Drops core's references to groups.
-
-    ``destroy_model_parallel`` keeps some of them, such as those of optimizer instances.
-    """
-    mpu: Any = sys.modules.get("megatron.core.parallel_state")
-    if mpu is None:
-        return
-    mpu.destroy_model_parallel()
-    for name, value in list(vars(mpu).items()):
-        if isinstance(value, dist.ProcessGroup):
-            setattr(mpu, name, None)

@@ -39,9 +39,6 @@ def exit_if_stop_requested(platform: Platform) -> None:
         signal.Signals[signal_name].value if signal_name else 0, device=platform.device
     )
     dist.all_reduce(signal_tensor, op=dist.ReduceOp.MAX)  # a signal may have reached one rank alone
-    signal_number = int(signal_tensor)
-    if not signal_number:
-        return
-
-    failures.stop_watching()
-    stop_early(signal_number)
+    if signal_number := int(signal_tensor):
+        failures.stop_watching()
+        stop_early(signal_number)

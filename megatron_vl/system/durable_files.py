@@ -82,11 +82,10 @@ def write_file(final_path: Path, file_content: bytes) -> None:
 
 
 def make_dirs(dir_path: Path) -> None:
-    if dir_path.is_dir():
-        return
-    make_dirs(dir_path.parent)
-    dir_path.mkdir(exist_ok=True)
-    fsync_path(dir_path.parent)
+    if not dir_path.is_dir():
+        make_dirs(dir_path.parent)
+        dir_path.mkdir(exist_ok=True)
+        fsync_path(dir_path.parent)
 
 
 def drop_incomplete_line(lines_path: Path) -> None:

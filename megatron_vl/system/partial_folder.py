@@ -122,8 +122,7 @@ def _settle_earlier_job(partial_dir: Path, output_dir: Path, is_replaced: Callab
     """
     if (partial_dir / NEW_DIR).is_dir():
         shutil.rmtree(partial_dir / NEW_DIR)
-    old_dir = partial_dir / OLD_DIR
-    if not old_dir.is_dir():
+    if not (old_dir := partial_dir / OLD_DIR).is_dir():
         return
     if output_dir.is_dir() and any(output_dir.iterdir()):
         _keep_other_files(old_dir, output_dir, is_replaced)

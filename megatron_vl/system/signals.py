@@ -81,15 +81,15 @@ def note_stop_request(signal_number: int, frame: FrameType | None = None) -> Non
     _received_stop_signals.append(signal_name)
 
 
-def shield_loader_worker(grace_s: int = 30) -> None:
-    """Keeps a loader's worker alive for ``grace_s`` seconds after a signal that asks its rank to stop.
+def shield_loader_worker() -> None:
+    """Keeps a loader's worker alive for 30 seconds after a signal that asks its rank to stop.
 
     torchrun sends SIGTERM to the workers too, and a terminal sends SIGINT and SIGHUP. The rank needs its
     workers until it has saved the loader's state. When the rank has died, they end with it; otherwise a
     stopped one would stay. Call it in a fork, which has the handlers of its rank.
     """
     end_with_parent()
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(grace_s) and None)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(30) and None)
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) not in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, signal.SIG_IGN)
@@ -140,12 +140,11 @@ def survive_closed_outputs() -> None:
         if not isinstance(old_stream, io.TextIOWrapper) or old_stream.fileno() != number:
             continue  # a test has replaced the stream
         old_stream.flush()
-        # Without a buffer (`python -u`), a stream is not line-buffered but written through.
-        is_line_buffered = old_stream.line_buffering or old_stream.write_through or name == "stderr"
         lasting_stream = io.TextIOWrapper(
             io.BufferedWriter(_PipeSafeOutput(number, "wb", closefd=False)),
             old_stream.encoding,
             old_stream.errors,
-            line_buffering=is_line_buffered,
+            # Without a buffer (`python -u`), a stream is not line-buffered but written through.
+            line_buffering=old_stream.line_buffering or old_stream.write_through or name == "stderr",
         )
         setattr(sys, name, lasting_stream)

@@ -42,12 +42,7 @@ class Evaluate(Hook):
         RunConfigError: on all ranks, if the split cannot be read or none of its samples can be used.
     """
 
-    def __init__(
-        self,
-        resolved_run: ResolvedRun,
-        grid: ProcessGrid,
-        platform: Platform,
-    ) -> None:
+    def __init__(self, resolved_run: ResolvedRun, grid: ProcessGrid, platform: Platform) -> None:
         self.config, self.spec = resolved_run.config, resolved_run.spec
         self.grid, self.platform = grid, platform
         self.rows: list[TrainingRow] = []
@@ -71,8 +66,7 @@ class Evaluate(Hook):
 
         grid, data, eval_config = self.grid, self.config.data, self.config.eval
         held_out = validation_rows(data, self.spec, self.config.model.hf, eval_config.split, split_facts)
-        rows = list(itertools.islice(held_out, eval_config.rows))
-        if not rows:
+        if not (rows := list(itertools.islice(held_out, eval_config.rows))):
             raise RunConfigError(
                 f"{data.path}: no sample of the split {eval_config.split!r} can be used, for the reasons"
                 f" above; correct the data set, raise data.seq_len (now {data.seq_len}), or set eval.interval"

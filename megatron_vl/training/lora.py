@@ -23,8 +23,7 @@ def with_start_lora(
         source_checkpoint: the checkpoint that the run resumes from. It holds the run's LoRA, and the
             settings of the one in ``lora.adapter`` are not read.
     """
-    adapter_dir = config.lora.adapter
-    if not adapter_dir:
+    if not (adapter_dir := config.lora.adapter):
         return config
 
     from converters.lora import PeftAdapters, open_lora
@@ -62,8 +61,7 @@ def with_stored_lora(config: TrainConfig, stored_lora: LoraConfig, holder: str) 
     lora = dataclasses.replace(stored_lora, adapter=config.lora.adapter, dropout=config.lora.dropout)
     for name, default in dataclasses.asdict(LoraConfig()).items():
         value, stored_value = getattr(config.lora, name), getattr(lora, name)
-        is_stated = value != default or name in config.lora.stated_fields
-        if is_stated and value != stored_value:
+        if (value != default or name in config.lora.stated_fields) and value != stored_value:
             raise RunConfigError(
                 f"lora.{name} is {value}, but the adapters in {holder} have {stored_value}; leave the field"
                 " out"
@@ -75,8 +73,7 @@ def check_lora_base(config: TrainConfig, spec: ModelSpec, base_digest: str) -> N
     """Raises RunConfigError if the LoRA in ``lora.adapter`` was trained on other weights than the run's."""
     from converters.lora import open_lora
 
-    adapter_dir = config.lora.adapter
-    if not adapter_dir:
+    if not (adapter_dir := config.lora.adapter):
         return
     start_dir = config.model.checkpoint or config.model.hf
     if difference := open_lora(adapter_dir, spec).lora_base.difference_text(base_digest, start_dir):

@@ -35,8 +35,7 @@ _PROGRAM = (
 
 def write_missing_sizes(resolved_run: ResolvedRun, platform: Platform) -> None:
     """Lets rank 0 write the sizes that are missing, while all ranks wait. Collective."""
-    unsized = resolved_run.facts_by_split["train"].datasets_without_sizes
-    if not unsized:
+    if not (unsized := resolved_run.facts_by_split["train"].datasets_without_sizes):
         return
     config, process = resolved_run.config, None
     if dist.get_rank() == 0:
@@ -52,8 +51,7 @@ def write_missing_sizes(resolved_run: ResolvedRun, platform: Platform) -> None:
 
 def write_missing_sizes_alone(data_config: DataConfig, hf_dir: str | Path) -> None:
     """Writes the sizes that are missing for a command without a process group; reports on standard error."""
-    unsized = find_datasets_without_sizes(read_description(data_config.path), hf_dir, data_config)
-    if unsized:
+    if unsized := find_datasets_without_sizes(read_description(data_config.path), hf_dir, data_config):
         process = _start_indexing(data_config, hf_dir, [str(dataset.path) for dataset in unsized], output=2)
         try:
             while _is_running(process):

@@ -51,8 +51,7 @@ def build_model(
     for weights in (start_weights, added_weights, start_lora):
         if weights is not None:
             load_weights(weights, live_tensors, grid)
-    decoupled = chunks[0].decoupled
-    if decoupled is not None:
+    if (decoupled := chunks[0].decoupled) is not None:
         offload_row_features(decoupled, platform)
     if config.recompute.offload_inputs:
         offload_layer_inputs([*chunks, *([decoupled.module] if decoupled is not None else [])], platform)

@@ -94,8 +94,7 @@ def _chained_core_optimizer(
     optimizer = get_megatron_optimizer(
         core_config, model_chunks, config_overrides=config_overrides, use_gloo_process_groups=False
     )
-    decoupled_tower = model_chunks[0].module.decoupled
-    if decoupled_tower is None or decoupled_tower.ddp is None:
+    if (decoupled_tower := model_chunks[0].module.decoupled) is None or decoupled_tower.ddp is None:
         return optimizer
     tower_optimizer = get_megatron_optimizer(
         core_config,
@@ -149,7 +148,7 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
 
 
 @torch.no_grad()
-def gradient_norms(optimizer: ChainedOptimizer, own_norm_group: str | None = None) -> list[float]:
+def gradient_norms(optimizer: ChainedOptimizer, own_norm_group: str | None) -> list[float]:
     """The norm over the whole model of gradients that are sums over tokens, and that of ``own_norm_group``.
 
     Collective; the host waits for the device.
@@ -168,8 +167,8 @@ def clip_and_update(
     token_norms: list[float],
     loss_tokens: int,
     is_loss_finite: bool,
-    own_norm_group: str | None = None,
-    before_update: Callable[[], object] = lambda: None,
+    own_norm_group: str | None,
+    before_update: Callable[[], object],
 ) -> tuple[bool, float]:
     """Divides gradients by the number of loss tokens, clips them, and updates weights. Collective.
 
@@ -240,6 +239,5 @@ def _scale_gradients(sub_optimizer: Any, factor: float) -> None:
 
 
 def _multiply_gradients(parameters: Iterable[Any], factor: float) -> None:
-    gradients = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
-    if gradients:
+    if gradients := [p.grad for p in parameters if p.grad is not None and p.grad.numel()]:
         torch._foreach_mul_(gradients, factor)

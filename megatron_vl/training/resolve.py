@@ -155,8 +155,7 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
 
     start_weights = None
     if source_checkpoint is None or config.lora.rank:
-        start_weights = check_start_weights(config, spec)
-        if isinstance(start_weights, HfCheckpoint):
+        if isinstance(start_weights := check_start_weights(config, spec), HfCheckpoint):
             run_notes += [f"NOTE: {note}" for note in start_weights.rounding_notes()]
     model_digests = read_model_digests(config, source_checkpoint)
     base_digest = ""
@@ -208,7 +207,7 @@ def read_split_facts(config: TrainConfig, dataset_description: Description) -> d
 
 
 def check_own_checkpoint(
-    config: TrainConfig, spec: ModelSpec, checkpoint_path: Path, base_digest: str = ""
+    config: TrainConfig, spec: ModelSpec, checkpoint_path: Path, base_digest: str
 ) -> None:
     """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
 
@@ -216,12 +215,11 @@ def check_own_checkpoint(
     not exist.
     """
     from megatron_vl.training.start_weights import start_weights_path
-    from megatron_vl.training.state.load import open_checkpoint_weights, read_run_metadata, suggest_remedy
+    from megatron_vl.training.state.load import open_checkpoint_weights, suggest_remedy
     from megatron_vl.weights.model_digest import recorded_base
 
     with suggest_remedy(checkpoint_path):
-        metadata = read_run_metadata(checkpoint_path)
-        weight_reader = open_checkpoint_weights(checkpoint_path, metadata)
+        metadata, weight_reader = open_checkpoint_weights(checkpoint_path)
     check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
     check_same_lora(checkpoint_path, weight_reader.lora, config, spec)
     if recorded_base(metadata).differs_from(base_digest):

@@ -25,8 +25,7 @@ def run_summary(resolved_run: ResolvedRun, platform: Platform, optimizer: Chaine
     experts = f" x ep {layout.ep} (etp {layout.etp})" if spec.language.moe else ""
     moments_dtype = config.optimizer.moments_dtype
     optimizer_note = f", moments in {moments_dtype}" if moments_dtype != "float32" else ""
-    chunks = chunked_state(optimizer)
-    if chunks is not None and chunks.host_bytes:
+    if (chunks := chunked_state(optimizer)) is not None and chunks.host_bytes:
         optimizer_note += f", {chunks.host_bytes / 2**30:.1f} GiB of optimizer state in host memory"
     context = f" x cp {layout.cp}" if layout.cp > 1 else ""
     if layout.key_ranks > 1:

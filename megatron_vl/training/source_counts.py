@@ -36,7 +36,7 @@ def count_sources(rows: Iterable[Iterable[tuple[int, int]]], num_sources: int) -
 class SourceMeter:
     """Adds up the counts of a run. Equal on all ranks."""
 
-    def __init__(self, blend_sources: Sequence[BlendSource] = ()) -> None:
+    def __init__(self, blend_sources: Sequence[BlendSource]) -> None:
         self.blend_sources = tuple(blend_sources)
         self.recent = count_sources([], len(self.blend_sources))
         self.totals: dict[str, dict[str, Any]] = {

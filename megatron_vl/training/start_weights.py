@@ -39,8 +39,7 @@ def open_start_weights(config: TrainConfig, *, should_verify: bool = True) -> Ca
 def open_added_weights(config: TrainConfig, source_checkpoint: SavedCheckpoint | None) -> HfCheckpoint | None:
     """The layer of multi-token prediction in ``model.hf``, if a run adds it to weights that lack it."""
     path = config.model.checkpoint if source_checkpoint is None else source_checkpoint.path
-    is_random = config.model.checkpoint == RANDOM_WEIGHTS
-    if not config.mtp.loss or is_random or not path or _hold_mtp(path):
+    if not config.mtp.loss or config.model.checkpoint == RANDOM_WEIGHTS or not path or _hold_mtp(path):
         return None
     weights = HfCheckpoint(config.model.hf, has_mtp=True)
     weights.tensor_infos = {  # what is loaded of the folder
@@ -92,8 +91,7 @@ def hf_digests(
 def check_start_weights(config: TrainConfig, spec: ModelSpec) -> CanonicalWeights | None:
     """Checks the weights, and returns them without comparing hashes."""
     check_weights_exist(config)
-    start_weights = open_start_weights(config, should_verify=False)
-    if start_weights is None:
+    if (start_weights := open_start_weights(config, should_verify=False)) is None:
         return None
     if isinstance(start_weights, HfCheckpoint):
         start_weights.check_tied_output()

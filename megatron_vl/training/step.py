@@ -77,11 +77,7 @@ class StepResult:
 
 
 def wrap_in_ddp(
-    config: TrainConfig,
-    model_chunks: list[VisionLanguageModel],
-    *,
-    overlap: bool = True,
-    bucket_size: int | None = None,
+    config: TrainConfig, model_chunks: list[VisionLanguageModel], *, overlap: bool, bucket_size: int | None
 ) -> list[ReplicaDDP]:
     """Wraps the chunks in Megatron-core's DDP, and sets the schedule's hooks in the model's config.
 
@@ -109,8 +105,7 @@ def wrap_in_ddp(
         notify_ddp_directly(chunk)
         connect_absent_tower(chunk)
 
-    decoupled_tower = model_chunks[0].decoupled
-    if decoupled_tower is not None:
+    if (decoupled_tower := model_chunks[0].decoupled) is not None:
         # The tower's backward passes come after the pipeline's, and its gradients are reduced together then.
         decoupled_tower.wrap(
             dataclasses.replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
@@ -186,8 +181,7 @@ def run_schedule(
     states_per_message = 1 + get_attr_wrapped_model(model_chunks[0], "message_levels")
 
     # A tower that every rank holds encodes the images of all rows before the pipeline starts.
-    decoupled_tower = get_attr_wrapped_model(model_chunks[0], "decoupled")
-    if decoupled_tower is not None:
+    if (decoupled_tower := get_attr_wrapped_model(model_chunks[0], "decoupled")) is not None:
         decoupled_tower.encode(rows, is_training=not forward_only)
 
     row_reports = get_forward_backward_func()(

@@ -45,8 +45,7 @@ def _slices_and_shards(part: DistributedOptimizer) -> tuple[list[Tensor], list[T
         for model_slice, shard in shard_destinations(part, main_groups, model_groups):
             assert model_slice.numel() == shard.numel(), (model_slice.shape, shard.shape)
             # Shards in chunks have no storage. Shards of float32 parameters are the model's own memory.
-            is_offloaded = not shard.untyped_storage().nbytes()
-            if not is_offloaded and model_slice.data_ptr() != shard.data_ptr():
+            if shard.untyped_storage().nbytes() and model_slice.data_ptr() != shard.data_ptr():
                 model_slices.append(model_slice)
                 shards.append(shard.view(-1))
     return model_slices, shards

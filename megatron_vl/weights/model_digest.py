@@ -56,8 +56,7 @@ class LoraBase(NamedTuple):
 
 def recorded_base(facts: Mapping[str, Any] | None) -> LoraBase:
     """The base that :meth:`LoraBase.entry` recorded."""
-    base = (facts or {}).get("base")
-    if not isinstance(base, dict):
+    if not isinstance(base := (facts or {}).get("base"), dict):
         return LoraBase("", "")
     return LoraBase(str(base.get("digest", "")), str(base.get("path", "")))
 
@@ -70,11 +69,10 @@ def model_digest(source: CanonicalWeights, *, of_mtp: bool = False) -> str:
     digest = hashlib.sha256()
     source.expect_scattered_reads(True)
     for tensor_name, tensor_info in trained_table(source.spec, source.lora).items():
-        if tensor_name.startswith(MTP_PREFIX) != of_mtp:
-            continue
-        digest.update(f"{tensor_name} {tensor_info.shape}".encode())
-        for values in _sampled_values(source, tensor_name, tensor_info):
-            digest.update(values.to(torch.float32).contiguous().numpy().data)
+        if tensor_name.startswith(MTP_PREFIX) == of_mtp:
+            digest.update(f"{tensor_name} {tensor_info.shape}".encode())
+            for values in _sampled_values(source, tensor_name, tensor_info):
+                digest.update(values.to(torch.float32).contiguous().numpy().data)
     source.expect_scattered_reads(False)
     return DIGEST_SCHEME + digest.hexdigest()
 

@@ -80,8 +80,7 @@ def find_latest_checkpoint(checkpoint_dir: Path) -> SavedCheckpoint | None:
     Raises:
         CheckpointError: a roll-back was interrupted, so that later steps may still be there.
     """
-    step = unfinished_rollback(checkpoint_dir)
-    if step is not None:
+    if (step := unfinished_rollback(checkpoint_dir)) is not None:
         raise CheckpointError(
             f"a roll-back of {checkpoint_dir} to step {step} was interrupted; finish it with `megatron-vl"
             f" checkpoint rollback {checkpoint_dir} {step}`"

@@ -130,10 +130,7 @@ class TensorReader:
         # because a file may be larger than the memory. Nothing writes to it.
         with open(file_path, "rb") as opened_file:
             self._memory_map = mmap.mmap(
-                opened_file.fileno(),
-                0,
-                mmap.MAP_PRIVATE | MAP_NORESERVE,
-                mmap.PROT_READ | mmap.PROT_WRITE,
+                opened_file.fileno(), 0, mmap.MAP_PRIVATE | MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             )
 
         self._mapped_bytes = torch.frombuffer(self._memory_map, dtype=torch.uint8)
@@ -151,8 +148,7 @@ class TensorReader:
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         """The type of a tensor. Raises :class:`WeightsError` if weights cannot have this type."""
-        type_code = self.dtype_code(tensor_name)
-        if type_code not in DTYPE_BY_CODE:
+        if (type_code := self.dtype_code(tensor_name)) not in DTYPE_BY_CODE:
             raise WeightsError(
                 f"{self.path}: tensor {tensor_name!r} has type {type_code}; weights may be"
                 f" {', '.join(DTYPE_BY_CODE)}, not quantised"
@@ -164,8 +160,7 @@ class TensorReader:
 
         Raises WeightsError if tensors of this type cannot be read.
         """
-        dtype = ANY_DTYPE_BY_CODE.get(self.dtype_code(tensor_name))
-        if dtype is None:
+        if (dtype := ANY_DTYPE_BY_CODE.get(self.dtype_code(tensor_name))) is None:
             raise WeightsError(
                 f"{self.path}: tensor {tensor_name!r} has type "
                 f"{self.dtype_code(tensor_name)}, which this program does not read"

@@ -33,8 +33,7 @@ def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, A
     Raises WeightsError if the ``run.json`` of their checkpoint is damaged: without it, images would silently
     be resized in another way than in training.
     """
-    run_json = weights_dir.parent / "run.json"
-    if weights_dir.name == "weights" and run_json.exists():
+    if weights_dir.name == "weights" and (run_json := weights_dir.parent / "run.json").exists():
         run_facts = read_json_object(run_json)
         if run_facts.get("digest") != manifest_digest(run_facts):
             raise WeightsError(
@@ -42,8 +41,7 @@ def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, A
                 f" and frames of training are not known; use another step, or copy {weights_dir} elsewhere"
                 " and use the copy"
             )
-        run_fields = run_facts.get("fields")
-        if isinstance(run_fields, dict) and "data.max_pixels" in run_fields:
+        if isinstance(run_fields := run_facts.get("fields"), dict) and "data.max_pixels" in run_fields:
             values = {name.removeprefix("data."): value for name, value in run_fields.items()}
             return _known_facts({MEDIA_KEY: values, **values})
     return _known_facts(manifest.get("origin"))
@@ -58,8 +56,7 @@ def exported_facts(exported_dir: Path) -> dict[str, Any]:
     """The entries of an exported folder of a model or of adapters."""
     facts = _known_facts(read_export_facts(exported_dir))
     if facts.pop(TEMPLATE_KEY, ""):
-        template_path = exported_dir / CHAT_TEMPLATE_FILE
-        if not template_path.is_file():
+        if not (template_path := exported_dir / CHAT_TEMPLATE_FILE).is_file():
             raise WeightsError(f"{exported_dir / EXPORT_FACTS_FILE} names {template_path.name}; copy it too")
         facts[TEMPLATE_KEY] = template_path.read_text(encoding="utf-8")
     return facts
@@ -70,8 +67,7 @@ def read_export_facts(exported_dir: Path) -> dict[str, Any]:
 
     Raises WeightsError if it is damaged: other weights would pass for those of the training.
     """
-    facts_path = exported_dir / EXPORT_FACTS_FILE
-    if not facts_path.exists():
+    if not (facts_path := exported_dir / EXPORT_FACTS_FILE).exists():
         return {}
     try:
         facts = json.loads(facts_path.read_bytes())

@@ -20,12 +20,7 @@ from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE, locate_shards, read_manifest
 from megatron_vl.weights.matrix_blocks import gather_region, shard_blocks
 from megatron_vl.weights.model_digest import LoraBase, recorded_base
-from megatron_vl.weights.tensor_files import (
-    DTYPE_BY_NAME,
-    MatrixRegion,
-    TensorReader,
-    WeightsError,
-)
+from megatron_vl.weights.tensor_files import DTYPE_BY_NAME, MatrixRegion, TensorReader, WeightsError
 from megatron_vl.weights.trained_media import read_json_object
 
 
@@ -223,8 +218,7 @@ class WeightReader(CanonicalWeights):
         self, tensor_name: str, shard_index: int, sharding: Sharding, region: MatrixRegion
     ) -> Tensor:
         # A part that is stored in the same cut needs no other file and no rearrangement.
-        tensor_info = self.tensor_infos[tensor_name]
-        if tensor_info.num_experts:
+        if (tensor_info := self.tensor_infos[tensor_name]).num_experts:
             has_stored_sharding = sharding[1:3] == self.sharding[1:3]
         else:
             stored_ways = self.sharding.tensor_parallel_ways(tensor_info)

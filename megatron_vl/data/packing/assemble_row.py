@@ -15,12 +15,7 @@ from torch import Tensor
 from megatron_vl.data.packing.training_row import TrainingRow, VisionBatch
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config
-from megatron_vl.spec.positions import (
-    GridTHW,
-    mrope_positions,
-    patch_positions,
-    window_order,
-)
+from megatron_vl.spec.positions import GridTHW, mrope_positions, patch_positions, window_order
 from megatron_vl.system.errors import UserError
 
 
@@ -62,8 +57,7 @@ def padding_token(spec: ModelSpec) -> int:
     """
     fields = {**spec.hf_config, **text_config(spec.hf_config)}
     for name in ("pad_token_id", "bos_token_id"):
-        value = fields.get(name)
-        if isinstance(value, int) and 0 <= value < spec.language.vocab_size:
+        if isinstance(value := fields.get(name), int) and 0 <= value < spec.language.vocab_size:
             return value
     return 0
 

@@ -14,12 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_vl.data.packing.plan_rows import (
-    CHOICES_PER_ROW,
-    LOOKAHEAD_FACTOR,
-    plan_rows,
-    rank_of_rows,
-)
+from megatron_vl.data.packing.plan_rows import CHOICES_PER_ROW, LOOKAHEAD_FACTOR, plan_rows, rank_of_rows
 from megatron_vl.data.source.location import LoaderError
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state_json import LoaderStateError
@@ -258,8 +253,7 @@ class BatchPlanner:
 
     def _cut_samples(self, samples: Integers) -> Integers:
         """The table with the parts of a sample in place of each sample that has to be cut."""
-        parts = self._parts_of(samples)
-        if not parts:
+        if not (parts := self._parts_of(samples)):
             return samples
         part_counts = np.ones(samples.shape[1], np.int64)
         part_counts[list(parts)] = [len(sizes) for sizes in parts.values()]
@@ -333,8 +327,7 @@ class BatchPlanner:
         saved_keys = list(saved_state["keys"])
         current_indices = np.array([drawn_from.get(key, -1) for key in saved_keys], np.int64)[saved_indices]
         for saved_index, key in enumerate(saved_keys):
-            draws = draw_numbers[saved_indices == saved_index].tolist()
-            if key not in drawn_from and draws:
+            if key not in drawn_from and (draws := draw_numbers[saved_indices == saved_index].tolist()):
                 set_aside[key] = [*set_aside.get(key, ()), *draws]
 
         # What was set aside comes first, then what waits.

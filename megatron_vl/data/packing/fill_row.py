@@ -34,7 +34,6 @@ def choose_row_samples(
         if used_tokens + tokens > max_tokens or 0 < max_patches < used_patches + patches:
             break
         used_tokens, used_patches, num_taken = used_tokens + tokens, used_patches + patches, num_taken + 1
-    first_choices = num_taken + CHOICES
 
     free_tokens = max_tokens - used_tokens
     # least_patches[t]: the fewest patches with which some of the samples added so far take t tokens.
@@ -43,7 +42,7 @@ def choose_row_samples(
 
     later_samples = [
         (i, tokens, patches if max_patches else 0)
-        for i, (tokens, patches) in enumerate(sample_sizes[:first_choices])
+        for i, (tokens, patches) in enumerate(sample_sizes[: num_taken + CHOICES])
         if i >= num_taken and tokens <= free_tokens
     ][::-1]
 
@@ -68,9 +67,8 @@ def choose_row_samples(
     for (i, needed_tokens, needed_patches), previous_table in zip(
         reversed(later_samples), reversed(patch_tables[:-1]), strict=True
     ):
-        if needed_tokens > used_tokens:
-            continue
-        if previous_table[used_tokens - needed_tokens] <= patch_budget - needed_patches:
+        fits_tokens = needed_tokens <= used_tokens
+        if fits_tokens and previous_table[used_tokens - needed_tokens] <= patch_budget - needed_patches:
             row_indices.append(i)
             used_tokens -= needed_tokens
             patch_budget -= needed_patches

@@ -285,10 +285,9 @@ class _RowPlan:
         best_choice = cost.argmin(axis=1)
         row_numbers = np.arange(len(row_indices))
         present_cost = PATCHES_PER_TOKEN * free_tokens + np.abs(missing_patches)
-        exchange_gain = present_cost - cost[row_numbers, best_choice]
         return np.stack(
             [
-                exchange_gain,
+                present_cost - cost[row_numbers, best_choice],
                 choices.reshape(len(row_indices), -1)[row_numbers, best_choice],
                 best_choice // CHOICES_PER_ROW,
             ]
@@ -344,13 +343,12 @@ def _exchange_rows(rows_by_rank: Integers, patch_counts: Integers, round_index: 
     columns = (round_index + np.arange(dealt_count)) % rows_per_rank
     rank_pairs = np.stack([fuller_ranks, emptier_ranks], axis=1)
     pair_rows = rows_by_rank[rank_pairs[:, :, None], columns].reshape(half_count, 2 * dealt_count)
-    pair_patches = patch_counts[pair_rows]
 
     # The first way to deal leaves all rows where they are.
     row_orders = _ways_to_halve(2 * dealt_count)
     stays_fuller = np.zeros_like(row_orders)
     np.put_along_axis(stays_fuller, row_orders[:, :dealt_count], 1, axis=1)
-    patches_of_fuller = pair_patches @ stays_fuller.T
+    patches_of_fuller = patch_counts[pair_rows] @ stays_fuller.T
     gap_after = np.abs(gap[:, None] - 2 * (patches_of_fuller[:, :1] - patches_of_fuller))
     new_rows = np.take_along_axis(pair_rows, row_orders[gap_after.argmin(axis=1)], axis=1)
     rows_by_rank[rank_pairs[:, :, None], columns] = new_rows.reshape(half_count, 2, dealt_count)

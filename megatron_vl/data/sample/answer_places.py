@@ -23,9 +23,7 @@ type AnswerPlace = tuple[int, int, int]
 
 
 def find_answers(
-    messages: Sequence[dict[str, Any]],
-    rendered_text: str,
-    render: Callable[[list[dict[str, Any]]], str],
+    messages: Sequence[dict[str, Any]], rendered_text: str, render: Callable[[list[dict[str, Any]]], str]
 ) -> list[AnswerPlace]:
     """The place in ``rendered_text`` of each answer.
 
@@ -39,8 +37,7 @@ def find_answers(
     Raises:
         ChatError: the template renders other turns differently when an answer changes.
     """
-    answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-    if not answers:
+    if not (answers := [i for i, message in enumerate(messages) if message.get("role") == "assistant"]):
         return []
     mark = _unused_mark(rendered_text)
 
@@ -52,8 +49,7 @@ def find_answers(
         messages = [*messages, messages[answers[-1]]]
 
     def split_at_marks(chosen_answers: list[int]) -> list[str]:
-        marked = chosen_answers + closing
-        if not marked:
+        if not (marked := chosen_answers + closing):
             return [rendered_text]
         check_time()
         marked_messages = list(messages)
@@ -61,8 +57,7 @@ def find_answers(
             is_text = isinstance(messages[i].get("content"), str | None)
             content = mark if is_text else [{"type": "text", "text": mark}]
             marked_messages[i] = {"role": "assistant", "content": content}
-        texts = render(marked_messages).split(mark)
-        if len(texts) != len(marked) + 1:
+        if len(texts := render(marked_messages).split(mark)) != len(marked) + 1:
             raise ChatError(TURNS_NOT_FOUND_TEXT)
         return texts
 

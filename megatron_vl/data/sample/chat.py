@@ -48,15 +48,10 @@ from megatron_vl.data.sample.conversation_checks import (
 )
 from megatron_vl.data.sample.deadline import check_time
 from megatron_vl.data.sample.parts import ExchangeStart
-from megatron_vl.data.sample.thinking import (
-    THINK_CLOSING,
-    first_trained_character,
-    has_thinking_switch,
-)
+from megatron_vl.data.sample.thinking import THINK_CLOSING, first_trained_character, has_thinking_switch
 from megatron_vl.data.sample.tokenizer import check_embedding_rows, shared_tokenizer
 from megatron_vl.data.sample.written_numbers import mark_numbers, unmark_numbers
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.families.hf_folder import compute_tokenizer_digest
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 from megatron_vl.system.errors import is_machine_fault
 
@@ -148,19 +143,11 @@ class ChatEncoder:
         self._replaced_pattern = _any_of(self._frame_group_text, self.image_token, self.video_token)
         self._timestamp_tokens: dict[str, int] = {}
         """Number of tokens of each timestamp so far: videos share most of them."""
-        self._written_features: dict[str, bool] = {}
-        """Which of :data:`PROBES` the template writes, as far as it was asked."""
+        self._written_features = {"reasoning_content": "reasoning_content" in self.chat_template}
+        """Which features the template writes: of :data:`PROBES`, as far as it was asked."""
 
-        pad_token = self.tokenizer.pad_token_id
-        self.pad_token_id: int | None = (
-            pad_token if pad_token is not None and pad_token < spec.language.vocab_size else None
-        )
         if self.given_template:
             self._check_given_template()
-
-    def tokenizer_digest(self) -> str:
-        """Identifies what turns text into tokens: :func:`compute_tokenizer_digest` of the tokenizer."""
-        return compute_tokenizer_digest(self._fast_tokenizer)
 
     def render_conversation(
         self,
@@ -299,8 +286,7 @@ class ChatEncoder:
             # A timestamp begins with "<". What stands before may merge with that, but not with its digits.
             # The two markers around a frame group come on top.
             for time in grid.timestamps:
-                text = f"<{time:.1f} seconds>"
-                if text not in self._timestamp_tokens:
+                if (text := f"<{time:.1f} seconds>") not in self._timestamp_tokens:
                     self._timestamp_tokens[text] = len(
                         self._fast_tokenizer.encode(text, add_special_tokens=False)
                     )
@@ -349,25 +335,21 @@ class ChatEncoder:
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> None:
         """Raises ChatTemplateError if the template would silently leave out a part of the conversation."""
-        has_calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-        has_reasoning = any(message.get("reasoning_content") for message in messages)
-        has_late_system = any(message.get("role") == "system" for message in messages[1:])
-        advice = ""
-        if has_late_system and not self._writes("a system turn after the start"):
-            missing_feature, advice = "a system turn after the start", "; join them into one at the start"
-        elif tools and not self._writes("tools"):
-            missing_feature = "tools"
-        elif has_calls and not self._writes("tool calls"):
-            missing_feature = "tool calls"
-        elif has_reasoning and "reasoning_content" not in self.chat_template:
-            missing_feature = "reasoning_content"
-        else:
-            return
-        given = self.given_template
-        owner = f"chat template {given}" if given else "checkpoint's chat template"
-        if missing_feature.startswith("tool") and self.spec.family in TOOLS_FAMILIES:
-            advice = f"; give --data.chat_template {TOOLS_TEMPLATE}, which does"
-        raise ChatTemplateError(f"the {owner} does not write {missing_feature}{advice}")
+        used_features = {
+            "a system turn after the start": any(turn.get("role") == "system" for turn in messages[1:]),
+            "tools": bool(tools),
+            "tool calls": any(turn.get("tool_calls") or turn.get("role") == "tool" for turn in messages),
+            "reasoning_content": any(turn.get("reasoning_content") for turn in messages),
+        }
+        for feature, is_used in used_features.items():
+            if is_used and not self._writes(feature):
+                given, advice = self.given_template, ""
+                owner = f"chat template {given}" if given else "checkpoint's chat template"
+                if feature.startswith("a system turn"):
+                    advice = "; join them into one at the start"
+                elif feature.startswith("tool") and self.spec.family in TOOLS_FAMILIES:
+                    advice = f"; give --data.chat_template {TOOLS_TEMPLATE}, which does"
+                raise ChatTemplateError(f"the {owner} does not write {feature}{advice}")
 
     def _writes(self, feature: str) -> bool:
         """Whether the template writes the name of the probe's function, which stands in this feature."""

@@ -155,9 +155,7 @@ def find_lost_text(
         answer_spans: start and end of each assistant turn, without its header, in ``rendered_text``.
     """
     remaining_spans = iter(answer_spans)
-    last_question = max(
-        (i for i, message in enumerate(messages) if message.get("role") == "user"), default=-1
-    )
+    last_question = max((i for i, turn in enumerate(messages) if turn.get("role") == "user"), default=-1)
     position = 0
     for i, message in enumerate(messages):
         if message.get("role") != "assistant":
@@ -174,8 +172,7 @@ def find_lost_text(
         lost_text, found_end = _find_in_order(texts, turn_text)
         if message.get("role") != "assistant":
             position += found_end
-        lost_text = lost_text or _find_lost_argument(message, turn_text)
-        if lost_text:
+        if lost_text := lost_text or _find_lost_argument(message, turn_text):
             return lost_text
     return ""
 

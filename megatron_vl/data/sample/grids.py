@@ -264,8 +264,7 @@ def _limited_frames(video_info: VideoInfo, settings: PixelSettings) -> list[int]
     first_frame, last_frame = clip_frames(video_info)
     total = last_frame - first_frame + 1
     if "nframes" in limits:
-        count = round(limits["nframes"] / factor) * factor
-        if count > settings.video_max_frames:
+        if (count := round(limits["nframes"] / factor) * factor) > settings.video_max_frames:
             raise PixelError(
                 f"{count} frames of a medium's own limits are above data.video_max_frames"
                 f" {settings.video_max_frames}; raise that"

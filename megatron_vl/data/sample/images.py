@@ -83,8 +83,7 @@ def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Te
             return torch.from_numpy(simplejpeg.decode_jpeg(image_bytes, "RGB")).permute(2, 0, 1)
     with pixel_errors("image"), open_image(image_bytes, max_pixels) as opened_image:
         if opened_image.format in ("JPEG", "MPO"):
-            jpeg_pixels = _decode_jpeg(image_bytes, opened_image)
-            if jpeg_pixels is not None:
+            if (jpeg_pixels := _decode_jpeg(image_bytes, opened_image)) is not None:
                 return jpeg_pixels
         elif opened_image.format == "PNG":
             opened_image.verify()  # Pillow's decoder skips the checksums
@@ -158,8 +157,7 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
     Raises:
         PixelError: the image cannot be read.
     """
-    plain_size = _plain_jpeg_size(image_bytes)
-    if plain_size and plain_size[0] * plain_size[1] <= DEFAULT_MAX_PIXELS:
+    if (plain_size := _plain_jpeg_size(image_bytes)) and plain_size[0] * plain_size[1] <= DEFAULT_MAX_PIXELS:
         return plain_size
     with pixel_errors("image"), open_image(image_bytes) as opened_image:
         width, height = opened_image.size
@@ -224,8 +222,7 @@ def _decode_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
 
     if stored_colorspace not in ("YCbCr", "Gray"):
         return None
-    orientation = opened_image.getexif().get(0x0112, 1)
-    if orientation == 1:
+    if (orientation := opened_image.getexif().get(0x0112, 1)) == 1:
         return torch.from_numpy(rgb_array).permute(2, 0, 1)
     rgb_image = Image.fromarray(rgb_array)
     rgb_image.getexif()[0x0112] = orientation

@@ -62,16 +62,15 @@ class MediaInfo(NamedTuple):
 
     def loader_record(self, key: str) -> dict[str, object]:
         """The fields that the loader needs to count tokens without decoding."""
-        record_fields: dict[str, object] = {
+        return {
             "key": key,
             "kind": self.kind,
             "height": self.height,
             "width": self.width,
             "crc32": self.crc32,
+            **({"frames": self.num_frames, "fps": self.fps} if self.kind == "video" else {}),
+            **({"sampling": self.sampling} if self.sampling else {}),
         }
-        if self.kind == "video":
-            record_fields |= {"frames": self.num_frames, "fps": self.fps}
-        return record_fields | {"sampling": self.sampling} if self.sampling else record_fields
 
 
 def describe_reference(reference: Any) -> str:

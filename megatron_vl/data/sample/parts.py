@@ -43,11 +43,7 @@ class SamplePart(NamedTuple):
 
 
 def cut_document(
-    num_tokens: int,
-    spans: Sequence[MediumSpan],
-    patch_counts: Sequence[int],
-    seq_len: int,
-    max_patches: int,
+    num_tokens: int, spans: Sequence[MediumSpan], patch_counts: Sequence[int], seq_len: int, max_patches: int
 ) -> list[SamplePart]:
     """Cuts a document into consecutive parts, each as long as a row allows. A medium stays whole.
 

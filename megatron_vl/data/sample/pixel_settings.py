@@ -144,8 +144,7 @@ def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         json.loads(file.read_text()) if file.is_file() else {} for file in files
     )
 
-    image_config = processor_config.get("image_processor") or image_file_config
-    if not image_config:
+    if not (image_config := processor_config.get("image_processor") or image_file_config):
         raise FileNotFoundError(
             f"{hf_path} has no preprocessor_config.json or processor_config.json with an image_processor"
         )

@@ -62,8 +62,7 @@ def _load_once(hf_path: Path, _: tuple[tuple[str, int], ...]) -> tuple[Any, str]
 def _serving_note(tokenizer: Any, file_tokenizer: Tokenizer, hf_path: Path) -> str:
     """Says what transformers' class replaces of the file's rules; empty if it keeps all of them."""
     class_rules, file_rules = map(_encoding_rules, (tokenizer.backend_tokenizer, file_tokenizer))
-    replaced_rules = [name for name, rule in file_rules.items() if class_rules[name] != rule]
-    if not replaced_rules:
+    if not (replaced_rules := [name for name, rule in file_rules.items() if class_rules[name] != rule]):
         return ""
     import transformers
 

@@ -238,8 +238,7 @@ def upright_frame(frame_pixels: Tensor, video_frame: Any) -> Tensor:
 
 def _frame_turn(video_frame: Any) -> tuple[bool, list[int]]:
     """Whether height and width change places, and which dimensions are mirrored afterwards."""
-    matrix_data = video_frame.side_data.get("DISPLAYMATRIX")
-    if matrix_data is None:
+    if (matrix_data := video_frame.side_data.get("DISPLAYMATRIX")) is None:
         return False, []
     # x' = a x + c y and y' = b x + d y. PyAV's ``rotation`` is the same for half a turn and for a mirror.
     a, b, _, c, d = struct.unpack("=5i", bytes(matrix_data)[:20])
@@ -487,8 +486,7 @@ def decode_frames_at(
             check_time()
             if current_number == next_number:
                 yield video_frame
-                next_number = next(remaining_numbers, -1)
-                if next_number < 0:
+                if (next_number := next(remaining_numbers, -1)) < 0:
                     return
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 TOO_LONG = "longer than seq_len"
@@ -41,15 +41,12 @@ class DroppedSample:
     size: int
     """Tokens or patches of a sample that exceeds one of :data:`LIMIT_BY_REASON`; 0 for other reasons."""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def details_by_reason(dropped_samples: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """By reason: the largest ``size`` of the samples, and the names of their ``data_sets``.
 
     Args:
-        dropped_samples: samples as :meth:`DroppedSample.as_json` returns them.
+        dropped_samples: :class:`DroppedSample`, each as a mapping.
     """
     reason_details: dict[str, dict[str, Any]] = {}
     for sample in dropped_samples:

@@ -189,8 +189,7 @@ def blend_change_lines(
     old_by_key = {source.source_key: source for source in old_sources}
     lines = []
     for source in new_sources:
-        old_source = old_by_key.pop(source.source_key, None)
-        if old_source is None:
+        if (old_source := old_by_key.pop(source.source_key, None)) is None:
             change = "is back and continues" if source.source_key in drawn_keys else "is new"
             lines.append(f"{source.source_name} {change}: {_amount_text(source)}")
         elif (

@@ -92,8 +92,7 @@ class DatasetDescription:
         Raises:
             LoaderError: the split is empty.
         """
-        names = self.shards_by_split.get(split_name)
-        if not names:
+        if not (names := self.shards_by_split.get(split_name)):
             filled_splits = sorted(name for name, shards in self.shards_by_split.items() if shards)
             raise LoaderError(
                 f"{self.path}: the split {split_name!r} is empty; splits with samples:"
@@ -216,8 +215,7 @@ def _join_parts(dataset_path: Location, parts: list[DatasetDescription]) -> Data
     samples_by_shard: dict[str, int] = {}
     for part in parts:
         for split_name, shard_names in part.shards_by_split.items():
-            shards = shards_by_split.setdefault(split_name, [])
-            shards += (f"{part.path.name}/{name}" for name in shard_names)
+            shards_by_split.setdefault(split_name, []).extend(f"{part.path.name}/{n}" for n in shard_names)
         excluded_names += (f"{part.path.name}/{name}" for name in part.excluded_names)
         samples_by_shard |= {f"{part.path.name}/{name}": n for name, n in part.samples_by_shard.items()}
     return DatasetDescription(

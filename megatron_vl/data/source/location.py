@@ -4,8 +4,6 @@ Energon reads object stores through the Multi-Storage Client. Its profiles (endp
 in the file that ``MSC_CONFIG`` names, so that run files contain no credentials.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,8 +116,7 @@ def part_folders(dataset_path: Location) -> list[Location]:
         names = [entry.name for entry in dataset_path.iterdir()] if dataset_path.is_dir() else []
     else:
         names = [file.parent.parent.name for file in dataset_path.glob("part-*/.nv-meta/split.yaml")]
-    counts = {int(match[2]) for name in names if (match := PART_NAME.fullmatch(name))}
-    if not counts:
+    if not (counts := {int(match[2]) for name in names if (match := PART_NAME.fullmatch(name))}):
         return []
     wanted_names = [part_name(i, count) for count in counts for i in range(count)]
     for name in sorted(set(wanted_names) ^ set(names)):

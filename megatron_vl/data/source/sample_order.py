@@ -134,19 +134,17 @@ class BlockOrder:
             )
         return self._samples_of_list(blocks * self.block_size + offsets)
 
-    def _samples_of_list(self, list_positions: Integers) -> Integers:
+    def _samples_of_list(self, positions: Integers) -> Integers:
         """The samples at positions of the list of all whole blocks, followed by the ends of all shards."""
         samples_in_blocks = int(self._cumulative_blocks[-1]) * self.block_size
-        is_in_block = list_positions < samples_in_blocks
-        samples = np.empty_like(list_positions)
+        is_in_block = positions < samples_in_blocks
+        samples = np.empty_like(positions)
 
-        block_numbers, offsets = np.divmod(list_positions[is_in_block], self.block_size)
+        block_numbers, offsets = np.divmod(positions[is_in_block], self.block_size)
         shards, block_numbers = _find_shards(block_numbers, self._cumulative_blocks)
         samples[is_in_block] = self._shard_starts[shards] + block_numbers * self.block_size + offsets
 
-        shards, offsets = _find_shards(
-            list_positions[~is_in_block] - samples_in_blocks, self._cumulative_ends
-        )
+        shards, offsets = _find_shards(positions[~is_in_block] - samples_in_blocks, self._cumulative_ends)
         samples[~is_in_block] = self._end_starts[shards] + offsets
         return samples
 

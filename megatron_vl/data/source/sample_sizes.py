@@ -117,10 +117,9 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
         json_fields = json.loads(read_text_file(path))
         # A shard that was excluded when the sizes were written may be back.
         measured_shards = {name: facts["samples"] for name, facts in json_fields["shards"].items()}
-        present_shards = set().union(*dataset_description.shards_by_split.values())
         return json_fields["content"] == dataset_description.content_id and all(
             measured_shards.get(name, -1) == dataset_description.samples_by_shard.get(name)
-            for name in present_shards
+            for name in set().union(*dataset_description.shards_by_split.values())
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -135,10 +134,9 @@ def find_datasets_without_sizes(
         LoaderError: there is no such split.
     """
     tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
-    datasets: dict[str, DatasetDescription] = {}
-    for dataset, _ in description.split_parts(split_name):
-        datasets |= {str(part.path): part for part in dataset.parts or (dataset,)}
-    return [dataset for dataset in datasets.values() if not has_stored_sizes(dataset, tokenization_id)]
+    datasets = [dataset for dataset, _ in description.split_parts(split_name)]
+    parts_by_path = {str(part.path): part for each in datasets for part in each.parts or (each,)}
+    return [part for part in parts_by_path.values() if not has_stored_sizes(part, tokenization_id)]
 
 
 def missing_sizes_advice(
@@ -170,9 +168,7 @@ def list_all_datasets(description: Description) -> list[DatasetDescription]:
         if isinstance(description, DatasetDescription)
         else [*description.dataset_by_path.values()]
     )
-    return list(
-        {str(part.path): part for dataset in datasets for part in dataset.parts or (dataset,)}.values()
-    )
+    return list({str(part.path): part for each in datasets for part in each.parts or (each,)}.values())
 
 
 @dataclass(frozen=True)
@@ -235,8 +231,7 @@ class StoredSizes:
         if self.exchanges is None:
             return []
         starts, ends = _ranges(self.exchange_ends, np.array([sample_number]))
-        found: list[tuple[int, int]] = self.exchanges[starts[0] : ends[0]].tolist()
-        return found
+        return self.exchanges[starts[0] : ends[0]].tolist()
 
 
 def _ranges(ends: Any, numbers: Integers) -> tuple[Integers, Integers]:
@@ -389,11 +384,9 @@ class SampleSizeCounter:
         all_limits = stored_sizes.own_limits(medium_numbers)
         keys = [medium + limits for medium, limits in zip(media, all_limits, strict=True)]
         uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
-        for number, medium_fields in zip(
-            uncached_media, medium_records[uncached_media].tolist(), strict=True
-        ):
+        for number, fields in zip(uncached_media, medium_records[uncached_media].tolist(), strict=True):
             try:
-                media_size = self._count_medium(all_limits[number], *medium_fields)
+                media_size = self._count_medium(all_limits[number], *fields)
             except PixelError:
                 media_size = 0
             self._cached_media_sizes[keys[number]] = media_size

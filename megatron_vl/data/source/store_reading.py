@@ -80,9 +80,7 @@ class ReadAhead:
         self._requests: OrderedDict[_Request, None] = OrderedDict()
         """All requests that are kept. Those that were used last come last."""
         self._request_of_sample: dict[tuple[int, int], _Request] = {}
-        self._running_requests = 0
-        self._kept_bytes = 0
-        self._expect_calls = 0
+        self._running_requests = self._kept_bytes = self._expect_calls = 0
 
     def __bool__(self) -> bool:
         """Whether any data set is in a store."""
@@ -114,8 +112,7 @@ class ReadAhead:
             with self._lock:
                 if request.error is not None:
                     raise request.error
-                content = request.samples.pop(index, None)
-                if content is not None:
+                if (content := request.samples.pop(index, None)) is not None:
                     del self._request_of_sample[source, index]
                     self._kept_bytes -= len(content)
                 if not request.samples:
@@ -127,8 +124,7 @@ class ReadAhead:
     def _find_or_start_request(self, source: int, index: int) -> _Request:
         """The request that reads a sample. A new one reads the whole block if the block is used soon."""
         self._expected.pop((source, index), None)
-        request = self._request_of_sample.get((source, index))
-        if request is None:
+        if (request := self._request_of_sample.get((source, index))) is None:
             shards = self._shards[source]
             assert shards is not None
             blocks_fit = shards.mean_bytes * shards.block_size * self._block_count <= MAX_KEPT_BYTES
@@ -276,8 +272,7 @@ def read_tar_shards(dataset: DatasetDescription) -> dict[str, TarShard]:
     """The tars of an indexed data set by name; none for a converted one. A list of spans in a store is copied
     into memory, as the sizes are."""
     metadata_dir = dataset.path / METADATA_DIR
-    tar_list = read_tar_list(metadata_dir)
-    if tar_list is None:
+    if (tar_list := read_tar_list(metadata_dir)) is None:
         return {}
     spans_path: Any = metadata_dir / SPANS_FILE
     counts = [dataset.samples_by_shard.get(name, 0) for name in tar_list.stamps]

@@ -84,8 +84,7 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
     Raises:
         LoaderError: the file is damaged.
     """
-    list_path = metadata_dir / TARS_FILE
-    if not location_is_file(list_path):
+    if not location_is_file(list_path := metadata_dir / TARS_FILE):
         return None
     try:
         values = json.loads(read_text_file(list_path))

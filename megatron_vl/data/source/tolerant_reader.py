@@ -144,8 +144,7 @@ class TolerantReader:
     def _read_with_timeout(self, sample_index: int) -> dict[str, Any]:
         """Reads in a thread, because a read that does not return cannot be ended."""
         shard_name, _ = self._shard_position(sample_index)
-        stalled_thread = self.stalled_threads.get(shard_name)
-        if stalled_thread is not None and stalled_thread.is_busy:
+        if (stalled_thread := self.stalled_threads.get(shard_name)) is not None and stalled_thread.is_busy:
             raise StalledReadError("an earlier read of the shard has not returned yet")
         self.stalled_threads.pop(shard_name, None)
 

@@ -113,9 +113,7 @@ def move_state_to_chunks(
         _skip_in_core_copy(sub_optimizer, [*on_host, *on_device])
     for parameter in parameters:
         parameter.wait_for_host_state = streamer.wait_for_host_state
-    optimizer.chunked_state = ChunkedOptimizerState(
-        {id(each.main_param): each for each in parameters}, streamer
-    )
+    optimizer.chunked_state = ChunkedOptimizerState({id(p.main_param): p for p in parameters}, streamer)
     return optimizer.chunked_state
 
 
@@ -132,9 +130,7 @@ def _plan_parameters(
     for sub_optimizer in optimizer.chained_optimizers:
         if not getattr(sub_optimizer, "is_stub_optimizer", False):
             plans.append((sub_optimizer, [], []))
-            weights_by_id = {
-                id(main_param): weight for weight, main_param in weight_destinations(sub_optimizer)
-            }
+            weights_by_id = {id(main): weight for weight, main in weight_destinations(sub_optimizer)}
             parameters += [
                 (ChunkedParameter(main_param, weights_by_id.get(id(main_param)), group), plans[-1])
                 for group in sub_optimizer.optimizer.param_groups

@@ -113,7 +113,9 @@ class ChunkStreamer:
 
         while self._next_chunk < len(self.state_chunks):
             if self.num_chunks_on_device < min_slots or self.slot_bytes <= free_bytes:
-                device_slot = self._new_slot()
+                device_buffer = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
+                device_slot = DeviceSlot(device_buffer, *(torch.cuda.Event() for _ in range(3)))
+                self.fetch_stream.wait_stream(torch.cuda.current_stream())  # which may still use this memory
                 free_bytes -= self.slot_bytes
             elif self._leaving_slots:
                 device_slot = self._leaving_slots.popleft()
@@ -135,12 +137,6 @@ class ChunkStreamer:
 
             self._slots_by_chunk[self._next_chunk] = device_slot
             self._next_chunk += 1
-
-    def _new_slot(self) -> DeviceSlot:
-        device_buffer = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
-        device_slot = DeviceSlot(device_buffer, torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event())
-        self.fetch_stream.wait_stream(torch.cuda.current_stream())  # which may still use this memory
-        return device_slot
 
     @contextlib.contextmanager
     def chunk_on_device(self, chunk_number: int) -> Iterator[AdamStateViews]:
@@ -228,10 +224,8 @@ class ChunkedStep:
         self.optimizer_step: Callable[[], Any] = adam_optimizer.step
         self.has_group_counts = counts_steps_by_group(adam_optimizer)
         self._chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
-        first_slices = chunked_parameters[0].chunk_slices if chunked_parameters else []
-        self.runs_own_kernel = (
-            bool(first_slices) and first_slices[0].state_chunk.moments_dtype != torch.float32
-        )
+        slices = chunked_parameters[0].chunk_slices if chunked_parameters else []
+        self.runs_own_kernel = bool(slices) and slices[0].state_chunk.moments_dtype != torch.float32
         """Whether moments are bf16: :mod:`megatron_vl.kernels.optimizer.adam` then updates all parameters."""
         self.gradient_scale = 1.0
         """Factor by which our kernel multiplies the gradients of the next update as it reads them."""

@@ -66,9 +66,7 @@ class LayerInputOffload(HostPieces):
         super().__init__(platform, "recompute.offload_inputs; set it to false")
         # The forward pass of a block that runs now.
         self._hooks = contextlib.ExitStack()
-        self._first_moved = 0
-        self._num_layers = 0
-        self._num_inputs = 0
+        self._first_moved = self._num_layers = self._num_inputs = 0
         self._last_input: HostInput | None = None
         self._input_complete = torch.cuda.Event()
 
@@ -159,12 +157,11 @@ class HostInput:
             self.copied_event.record(copy_stream)
 
     def fetch(self) -> None:
-        if self._device_tensor is not None:
-            return
-        self._device_tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        # Kernels that were launched before may still use this memory.
-        self.offload.copy_stream.wait_stream(torch.cuda.current_stream())
-        self._copy(self._host_pieces, _pieces_of(self._device_tensor))
+        if self._device_tensor is None:
+            self._device_tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            # Kernels that were launched before may still use this memory.
+            self.offload.copy_stream.wait_stream(torch.cuda.current_stream())
+            self._copy(self._host_pieces, _pieces_of(self._device_tensor))
 
     def to_device(self) -> Tensor:
         """The tensor on the device. The copy of the next one begins."""

@@ -186,9 +186,7 @@ def lay_out_chunks(
         element_bytes = bytes_per_element(has_split_master, moments_dtype)
         max_elements = chunk_bytes // element_bytes // SLICE_ALIGNMENT * SLICE_ALIGNMENT
         room = 0
-        for parameter in parameters:
-            if (parameter.model_weight is not None) != has_split_master:
-                continue
+        for parameter in [p for p in parameters if (p.model_weight is not None) == has_split_master]:
             start, num_elements = 0, parameter.main_param.numel()
             while start < num_elements:
                 if not room:

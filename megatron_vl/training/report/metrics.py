@@ -129,7 +129,7 @@ class Rank0Gather:
         default_store().delete_key(self._key("slots"))
         return [message for _, message in sorted(messages, key=lambda entry: entry[0])]
 
-    def share_answer(self, answer: Any = None) -> Any:
+    def share_answer(self, answer: Any) -> Any:
         """Returns on every rank the ``answer`` that rank 0 passes. Collective."""
         store, previous_key, self.answer_key = default_store(), self.answer_key, self._key("answer")
         if self.rank == 0:

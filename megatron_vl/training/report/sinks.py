@@ -169,25 +169,22 @@ class WandbSink(MetricsSink):
             write_json(Path(run_dir) / WANDB_RUN_FILE, {"id": self.wandb_run.id} | _wandb_place(config))
 
     def write_step(self, metrics: Mapping[str, Any]) -> None:
-        self._log_metrics({"step": metrics["step"], **scalar_metrics(metrics)})
+        self._try_wandb_call(self.wandb_run.log, {"step": metrics["step"], **scalar_metrics(metrics)})
 
     def write_evaluation(self, step: int, result: ValidationResult) -> None:
         numbers = {f"validation_{name}": value for name, value in result.more_metrics.items()}
-        self._log_metrics({"step": step, "validation_loss": result.loss, **numbers})
+        self._try_wandb_call(self.wandb_run.log, {"step": step, "validation_loss": result.loss, **numbers})
 
     def close(self, has_failed: bool = False) -> None:
         # Sending what is left may take a while. Without it, W&B marks the run as crashed, which it is.
         if not has_failed:
             self._try_wandb_call(self.wandb_run.finish)
 
-    def _log_metrics(self, metrics: dict[str, Any]) -> None:
-        self._try_wandb_call(lambda: self.wandb_run.log(metrics))
-
-    def _try_wandb_call(self, wandb_call: Callable[[], Any]) -> None:
+    def _try_wandb_call(self, wandb_call: Callable[..., Any], *call_args: Any) -> None:
         if self.is_disconnected:
             return
         try:
-            wandb_call()
+            wandb_call(*call_args)
         except Exception as error:  # of any kind: a run does not end because a service is gone
             self.is_disconnected = True
             text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -207,8 +204,7 @@ def _wandb_place(config: TrainConfig) -> dict[str, str]:
 
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
     """Id of the W&B run that this run continues; None for a new one. Raises UserError if it is damaged."""
-    run_file = Path(config.checkpoint.dir) / WANDB_RUN_FILE
-    if not (config.checkpoint.dir and run_file.is_file()):
+    if not (config.checkpoint.dir and (run_file := Path(config.checkpoint.dir) / WANDB_RUN_FILE).is_file()):
         return None
     try:
         run_record = json.loads(run_file.read_text())

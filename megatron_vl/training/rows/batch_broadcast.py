@@ -119,7 +119,9 @@ class BatchBroadcast:
             raise ReplicaLoaderError(loader_error)
         received = {
             name: self._broadcast_buffer(name, device_buffers, headers)
-            for name in filter(self._receives_buffer, BUFFER_TYPES)
+            for name in BUFFER_TYPES
+            # Pixels for a tower on every rank are scattered later.
+            if name == "text" or self.grid.has_vision and not (self.tower_is_decoupled and name == "planes")
         }
 
         for i, header in enumerate(headers):
@@ -159,11 +161,6 @@ class BatchBroadcast:
         row = next(self.data_loader)
         progress.note_progress()
         return row
-
-    def _receives_buffer(self, buffer_name: str) -> bool:
-        if self.tower_is_decoupled and buffer_name == "planes":
-            return False
-        return buffer_name == "text" or self.grid.has_vision
 
     def _broadcast_buffer(
         self, buffer_name: str, device_buffers: list[dict[str, Tensor]], headers: list[RowHeader]

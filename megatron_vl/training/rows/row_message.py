@@ -4,6 +4,7 @@ A row is sent as a header, which is small and goes first, and as flat buffers, i
 after another. :data:`_SENT_TENSORS` lists all tensors.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from operator import attrgetter
@@ -80,7 +81,7 @@ def serialize_row(
     vision_lengths: tuple[list[int], list[int]] = ([], [])
     if row.num_patches > 0:
         vision_lengths = (row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
-    header = {
+    return {
         "shapes": {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         "loss_tokens": int(row.loss_mask.count_nonzero()),
         "max_seqlen": int(row.max_seqlen),
@@ -97,9 +98,9 @@ def serialize_row(
         },
         "keys": row.sample_keys,
         "source_loss_tokens": source_loss_tokens(row),
-        "dropped": [sample.as_json() for sample in row.dropped_samples],
-    }
-    return header | parts, flat_buffers
+        "dropped": [dataclasses.asdict(sample) for sample in row.dropped_samples],
+        **parts,
+    }, flat_buffers
 
 
 def source_loss_tokens(row: TrainingRow) -> list[tuple[int, int]]:

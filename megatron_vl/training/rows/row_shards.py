@@ -317,13 +317,13 @@ def cut_text(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: i
     first, last = parts[rank]["segments"]
     index_start = sum(part["loss_tokens"] for part in parts[:rank])
 
-    part_tensors = {name: row_tensors[name][token_slice] for name in ("tokens", "labels", "loss_mask")}
-    part_tensors["position_ids"] = row_tensors["position_ids"][:, token_slice]
-    part_tensors["loss_index"] = row_tensors["loss_index"][
-        index_start : index_start + parts[rank]["loss_tokens"]
-    ]
-    part_tensors["sources"] = row_tensors["sources"][first:last]
-    return row_tensors | part_tensors
+    return {
+        **row_tensors,
+        **{name: row_tensors[name][token_slice] for name in ("tokens", "labels", "loss_mask")},
+        "position_ids": row_tensors["position_ids"][:, token_slice],
+        "loss_index": row_tensors["loss_index"][index_start : index_start + parts[rank]["loss_tokens"]],
+        "sources": row_tensors["sources"][first:last],
+    }
 
 
 def _part_segments(segment_bounds: list[int], part_count: int) -> list[dict[str, Any]]:
@@ -399,8 +399,7 @@ def cut_images(
     """
     image_shares = row_sharding.image_shares(row_header["vision_lengths"], plane_bounds)
     rank_frames, _, _ = image_shares.share_of_rank(rank)
-    frame_runs = image_shares.frame_runs(rank)
-    if frame_runs:
+    if frame_runs := image_shares.frame_runs(rank):
         first_plane, plane_end = image_shares.plane_range(frame_runs[0])
         patch_slice = image_shares.patch_slice(frame_runs[0])
         frame_sizes, window_sizes = rank_frames.patches_per_frame, rank_frames.patches_per_window
@@ -418,10 +417,9 @@ def cut_images(
     features_by_pair = np.array(row_header["features"])
     sent = features_by_pair[rank].tolist()
     order_start = int(features_by_pair[:rank].sum())
-    route = FeatureRoute(
+    return vision_input, FeatureRoute(
         encodes=bool(frame_runs),
         send_order=feature_order[order_start : order_start + sum(sent)].long(),
         sent=sent,
         received=features_by_pair[:, rank].tolist(),
     )
-    return vision_input, route

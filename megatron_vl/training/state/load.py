@@ -46,8 +46,7 @@ def state_file_name(rank: int, number: int = 0) -> str:
 
 def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
     """Reads ``run.json`` of a step folder. Raises CheckpointError if it cannot be used."""
-    path = checkpoint_path / "run.json"
-    if not path.is_file():
+    if not (path := checkpoint_path / "run.json").is_file():
         raise CheckpointError(f"{checkpoint_path} is not a checkpoint of a run: {path.name} is missing")
 
     try:
@@ -106,8 +105,7 @@ def load_checkpoint(
     """
     # An error about any file names another checkpoint that can be used.
     with suggest_remedy(checkpoint_path):
-        metadata = read_run_metadata(checkpoint_path)
-        weight_reader = open_checkpoint_weights(checkpoint_path, metadata)
+        metadata, weight_reader = open_checkpoint_weights(checkpoint_path)
         load_weights(weight_reader, live_tensors, grid)
 
         files = metadata["files"]
@@ -149,14 +147,16 @@ def restore_loader(data_loader: Any, loader_state: dict[str, Any], run_dir: str)
         ) from error
 
 
-def open_checkpoint_weights(checkpoint_path: Path, metadata: dict[str, Any]) -> WeightReader:
+def open_checkpoint_weights(checkpoint_path: Path) -> tuple[dict[str, Any], WeightReader]:
+    """Reads ``run.json`` of a step folder, and opens the weights that belong to it."""
+    metadata = read_run_metadata(checkpoint_path)
     weight_reader = WeightReader(checkpoint_path / "weights", takes_lora=True)
     if weight_reader.manifest["digest"] != metadata.get("weights"):
         raise CheckpointError(
             f"{weight_reader.path / 'manifest.json'} does not belong to {checkpoint_path / 'run.json'} (its"
             " digest differs)"
         )
-    return weight_reader
+    return metadata, weight_reader
 
 
 @contextlib.contextmanager

@@ -142,16 +142,15 @@ def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]
             continue
 
         # The distributed optimizer owns a range of each parameter, which may begin and end inside of it.
-        if isinstance(sub_optimizer, DistributedOptimizer):
-            parameter_ranges = _owned_ranges(sub_optimizer, tensors_by_id)
-        else:
-            parameter_ranges = _whole_parameters(sub_optimizer, live_tensors)
+        parameter_ranges = (
+            _owned_ranges(sub_optimizer, tensors_by_id)
+            if isinstance(sub_optimizer, DistributedOptimizer)
+            else _whole_parameters(sub_optimizer, live_tensors)
+        )
         for live_tensor, start, end, main_param, param_group in parameter_ranges:
-            chunked_parameter = chunked_parameters.get(id(main_param))
-            adam_state = {} if chunked_parameter is not None else sub_optimizer.optimizer.state[main_param]
-            yield OptimizerSlice(
-                live_tensor, start, end, main_param, adam_state, param_group, chunked_parameter
-            )
+            chunked = chunked_parameters.get(id(main_param))
+            adam_state = {} if chunked is not None else sub_optimizer.optimizer.state[main_param]
+            yield OptimizerSlice(live_tensor, start, end, main_param, adam_state, param_group, chunked)
 
 
 _ParameterRange = tuple[LiveTensor, int, int, Tensor, dict[str, Any]]
@@ -406,8 +405,7 @@ class OptimizerStateReader:
         while position < end:
             # A tied weight has state on two stages, and state that is not spread is on every replica. The
             # copies are equal, so any of them will do.
-            covering = [piece for piece in saved if piece.start <= position < piece.end]
-            if not covering:
+            if not (covering := [piece for piece in saved if piece.start <= position < piece.end]):
                 raise MissingOptimizerStateError(
                     f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {position}"
                     f" to {end} of tensor rank {shard_index}; were other parts frozen when it was saved?"

@@ -400,17 +400,11 @@ class CheckpointSaver:
             name: list_index_entries(tensors, grid.tp_rank, grid.etp_rank, grid.sharding.is_tower_replicated)
             for name, tensors in parts.items()
         }
-        return {
-            "weights": weights,
-            "files": files,
-            "slices": slices,
-            "pending": snapshot.unlogged_counts,
-        }
+        return {"weights": weights, "files": files, "slices": slices, "pending": snapshot.unlogged_counts}
 
     def _commit_checkpoint(self, partial_dir: Path, snapshot: CheckpointSnapshot) -> None:
         """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its final name."""
         markers = self._wait_for_markers(partial_dir / "done")
-        weight_entries = [entry for marker in markers for entry in marker["weights"]]
         files, slices_by_file = (
             {name: value for marker in markers for name, value in marker[part].items()}
             for part in ("files", "slices")
@@ -419,7 +413,7 @@ class CheckpointSaver:
             partial_dir / "weights",
             self.spec,
             dataclasses.replace(self.layout, decoupled=False, cp=1, key_ranks=1),
-            weight_entries,
+            [entry for marker in markers for entry in marker["weights"]],
             {"step": snapshot.step, **recorded_base(snapshot.run_metadata).entry()},
             snapshot.lora,
         )
@@ -451,8 +445,7 @@ class CheckpointSaver:
                 raise CheckpointError(
                     f"rank {rank}: {json.loads(text) if text else 'its part could not be written'}"
                 )
-            markers = sorted(marker_dir.glob("rank_*.json"))
-            if len(markers) == self.grid.world_size:
+            if len(markers := sorted(marker_dir.glob("rank_*.json"))) == self.grid.world_size:
                 return [json.loads(path.read_text()) for path in markers]
 
             # A rank that has died writes no marker any more.
