@@ -245,7 +245,8 @@ def check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
     """
     for config_field in dataclasses.fields(config_section):
         name, field_metadata = name_prefix + config_field.name, config_field.metadata
-        if dataclasses.is_dataclass(value := getattr(config_section, config_field.name)):
+        value = getattr(config_section, config_field.name)
+        if dataclasses.is_dataclass(value):
             check_field_ranges(value, f"{name}.")
         elif field_metadata and isinstance(value, int | float):
             if range_text := valid_range(value, field_metadata):

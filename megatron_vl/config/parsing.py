@@ -145,7 +145,8 @@ def _nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_name(name: str, place: str = "") -> None:
-    if name not in (fields := [*field_types(), "config"]):
+    fields = [*field_types(), "config"]
+    if name not in fields:
         raise RunConfigError(f"{place}{explain_unknown(name, fields)}")
 
 

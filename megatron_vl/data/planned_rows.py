@@ -348,7 +348,8 @@ class PlannedRankRows:
 
     def __next__(self) -> TrainingRow:
         try:
-            if isinstance(row := next(self._rows), bytes):
+            row = next(self._rows)
+            if isinstance(row, bytes):
                 row = load_row(row)
         except (OSError, EOFError) as error:
             # A process that is killed after it sent a row no longer serves the row's shared memory.

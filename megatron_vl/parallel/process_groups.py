@@ -153,10 +153,12 @@ def group_of_this_rank() -> Any:
     """
     from megatron.core import parallel_state as mpu
 
-    if (context_group := mpu.get_context_parallel_group()).size() == 1:
+    context_group = mpu.get_context_parallel_group()
+    if context_group.size() == 1:
         return context_group
 
-    if (group_cache := current_groups()).single_rank_group is None:
+    group_cache = current_groups()
+    if group_cache.single_rank_group is None:
         group_cache.single_rank_group = dist.new_group(
             [dist.get_rank()], use_local_synchronization=True, group_desc="GROUP_OF_ONE"
         )
@@ -177,7 +179,6 @@ def destroy_groups() -> None:
     if (mpu := sys.modules.get("megatron.core.parallel_state")) is not None:
         mpu.destroy_model_parallel()
         # Core keeps some references to groups, such as those of optimizer instances.
-        for name, value in list(vars(mpu).items()):
-            if isinstance(value, dist.ProcessGroup):
-                setattr(mpu, name, None)
+        for name in [name for name, value in vars(mpu).items() if isinstance(value, dist.ProcessGroup)]:
+            setattr(mpu, name, None)
     gc.collect()  # a model wrapped in DDP holds its groups in a cycle

@@ -155,7 +155,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
 
     start_weights = None
     if source_checkpoint is None or config.lora.rank:
-        if isinstance(start_weights := check_start_weights(config, spec), HfCheckpoint):
+        start_weights = check_start_weights(config, spec)
+        if isinstance(start_weights, HfCheckpoint):
             run_notes += [f"NOTE: {note}" for note in start_weights.rounding_notes()]
     model_digests = read_model_digests(config, source_checkpoint)
     base_digest = ""

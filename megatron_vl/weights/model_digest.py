@@ -56,7 +56,8 @@ class LoraBase(NamedTuple):
 
 def recorded_base(facts: Mapping[str, Any] | None) -> LoraBase:
     """The base that :meth:`LoraBase.entry` recorded."""
-    if not isinstance(base := (facts or {}).get("base"), dict):
+    base = (facts or {}).get("base")
+    if not isinstance(base, dict):
         return LoraBase("", "")
     return LoraBase(str(base.get("digest", "")), str(base.get("path", "")))
 

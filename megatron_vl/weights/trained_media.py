@@ -41,7 +41,8 @@ def trained_facts(weights_dir: Path, manifest: Mapping[str, Any]) -> dict[str, A
                 f" and frames of training are not known; use another step, or copy {weights_dir} elsewhere"
                 " and use the copy"
             )
-        if isinstance(run_fields := run_facts.get("fields"), dict) and "data.max_pixels" in run_fields:
+        run_fields = run_facts.get("fields")
+        if isinstance(run_fields, dict) and "data.max_pixels" in run_fields:
             values = {name.removeprefix("data."): value for name, value in run_fields.items()}
             return _known_facts({MEDIA_KEY: values, **values})
     return _known_facts(manifest.get("origin"))

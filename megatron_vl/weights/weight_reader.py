@@ -218,7 +218,8 @@ class WeightReader(CanonicalWeights):
         self, tensor_name: str, shard_index: int, sharding: Sharding, region: MatrixRegion
     ) -> Tensor:
         # A part that is stored in the same cut needs no other file and no rearrangement.
-        if (tensor_info := self.tensor_infos[tensor_name]).num_experts:
+        tensor_info = self.tensor_infos[tensor_name]
+        if tensor_info.num_experts:
             has_stored_sharding = sharding[1:3] == self.sharding[1:3]
         else:
             stored_ways = self.sharding.tensor_parallel_ways(tensor_info)

@@ -57,7 +57,8 @@ def padding_token(spec: ModelSpec) -> int:
     """
     fields = {**spec.hf_config, **text_config(spec.hf_config)}
     for name in ("pad_token_id", "bos_token_id"):
-        if isinstance(value := fields.get(name), int) and 0 <= value < spec.language.vocab_size:
+        value = fields.get(name)
+        if isinstance(value, int) and 0 <= value < spec.language.vocab_size:
             return value
     return 0
 

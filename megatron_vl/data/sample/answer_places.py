@@ -57,7 +57,8 @@ def find_answers(
             is_text = isinstance(messages[i].get("content"), str | None)
             content = mark if is_text else [{"type": "text", "text": mark}]
             marked_messages[i] = {"role": "assistant", "content": content}
-        if len(texts := render(marked_messages).split(mark)) != len(marked) + 1:
+        texts = render(marked_messages).split(mark)
+        if len(texts) != len(marked) + 1:
             raise ChatError(TURNS_NOT_FOUND_TEXT)
         return texts
 

@@ -147,7 +147,8 @@ def read_pair(members: Sequence[TarMember], fields: PairFields, origin: dict[str
 
 def _only_member(members: Sequence[TarMember], extensions: list[str], kind: str) -> TarMember | None:
     """The member of these extensions; None if there is none. Raises UnusableError if it cannot be used."""
-    if len(found := [member for member in members if member.extension in extensions]) > 1:
+    found = [member for member in members if member.extension in extensions]
+    if len(found) > 1:
         raise UnusableError(f"several {kind}s", ", ".join(member.name for member in found[:8]))
     if found and found[0].problem:
         raise UnusableError(found[0].problem, f"{found[0].name} of {found[0].info.size:,} bytes")
@@ -186,7 +187,8 @@ class PairReader(ShardInfosITarReader):
 
     def _get_itar_sample_pointer(self, sample_index: int) -> ITarSamplePointer:
         shard_number, number = shard_place(self.shard_count_cumsum, sample_index)
-        if not isinstance(shard := self.shard_infos[shard_number], TarShard):
+        shard = self.shard_infos[shard_number]
+        if not isinstance(shard, TarShard):
             return super()._get_itar_sample_pointer(sample_index)
         [[start, end]] = shard.spans[number : number + 1].tolist()
         return ITarSamplePointer(

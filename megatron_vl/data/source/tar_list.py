@@ -84,7 +84,8 @@ def read_tar_list(metadata_dir: Location) -> TarList | None:
     Raises:
         LoaderError: the file is damaged.
     """
-    if not location_is_file(list_path := metadata_dir / TARS_FILE):
+    list_path = metadata_dir / TARS_FILE
+    if not location_is_file(list_path):
         return None
     try:
         values = json.loads(read_text_file(list_path))

@@ -445,7 +445,8 @@ class CheckpointSaver:
                 raise CheckpointError(
                     f"rank {rank}: {json.loads(text) if text else 'its part could not be written'}"
                 )
-            if len(markers := sorted(marker_dir.glob("rank_*.json"))) == self.grid.world_size:
+            markers = sorted(marker_dir.glob("rank_*.json"))
+            if len(markers) == self.grid.world_size:
                 return [json.loads(path.read_text()) for path in markers]
 
             # A rank that has died writes no marker any more.
