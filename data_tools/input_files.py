@@ -251,8 +251,9 @@ def _folder_files(input_dir: Path) -> list[Path]:
 def record_files(folder: Path) -> Iterator[Path]:
     """The files below a folder that may hold records; hidden ones and those of data sets do not."""
     for parent, folder_names, file_names in folder.walk():
-        folder_names[:] = [name for name in folder_names if not (parent / name / METADATA_DIR).exists()]
-        folder_names[:] = [name for name in folder_names if name[0] != "."]
+        folder_names[:] = [
+            name for name in folder_names if name[0] != "." and not (parent / name / METADATA_DIR).exists()
+        ]
         names = [name for name in file_names if name[0] != "." and name != INDEX_FILE]
         yield from filter(record_suffix, [parent / name for name in names])
 

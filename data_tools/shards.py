@@ -184,7 +184,7 @@ class ShardWriter:
         self.val_fraction, self.max_pending = val_fraction, max_pending
         self.samples_per_shard, self.bytes_per_shard = samples_per_shard, bytes_per_shard
         self.index_writer = IndexWriter(dataset_dir / METADATA_DIR)
-        self.open_shards: dict[str, _OpenShard | None] = {"train": None, "val": None}
+        self.open_shards: dict[str, _OpenShard] = {}
         self.num_samples = {"train": 0, "val": 0}
         self.num_shards = {"train": 0, "val": 0}
         self.pending_shards: deque[Future[WrittenShard]] = deque()
@@ -198,7 +198,7 @@ class ShardWriter:
 
     def _append(self, sample: StoredSample, split_name: str, source_file: BinaryIO, byte_offset: int) -> None:
         # A full shard is closed when the next sample arrives; the last one stays open until the end.
-        shard = self.open_shards[split_name]
+        shard = self.open_shards.get(split_name)
         if shard is not None and (
             len(shard.samples) >= self.samples_per_shard
             or shard.media_bytes + sample.media_bytes > self.bytes_per_shard
@@ -212,8 +212,7 @@ class ShardWriter:
         self.num_samples[split_name] += 1
 
     def _close_shard(self, split_name: str) -> None:
-        shard = self.open_shards[split_name]
-        self.open_shards[split_name] = None
+        shard = self.open_shards.pop(split_name, None)
         if shard is None:
             return
         shard.close()
@@ -228,7 +227,6 @@ class ShardWriter:
     def _move_last_to_val(self) -> None:
         """Moves the last train sample to val, from the end of the open shard."""
         shard = self.open_shards["train"]
-        assert shard is not None
         sample = shard.samples.pop()
         byte_offset = shard.tar_file.tell() - sample.byte_length
         self.num_samples["train"] -= 1
@@ -238,13 +236,13 @@ class ShardWriter:
         if not shard.samples:
             shard.tar_file.close()
             (self.dataset_dir / shard.name).unlink()
-            self.open_shards["train"] = None
+            del self.open_shards["train"]
 
     def finish(self) -> list[WrittenShard]:
         """Writes the last shards of both splits, and the index. Returns all shards."""
         if self.val_fraction > 0 and not self.num_samples["val"] and self.num_samples["train"] > 1:
             self._move_last_to_val()
-        for split_name in self.open_shards:
+        for split_name in self.num_shards:
             self._close_shard(split_name)
         for shard_future in self.pending_shards:
             self.index_writer.add_shard(shard_future.result())
