@@ -179,8 +179,10 @@ class HfCheckpoint(CanonicalWeights):
                 if released_name == HF_OUTPUT:
                     advice = "; tie_word_embeddings at its top says that it is not the embedding"
                 elif released_name.startswith(MTP_PREFIX):
-                    advice = "; transformers drops it from what it saves: take the released folder, or set"
-                    advice += " mtp.loss to 0"
+                    advice = (
+                        "; transformers drops it from what it saves: take the released folder, or set"
+                        " mtp.loss to 0"
+                    )
                 raise WeightsError(
                     f"{self.path}: tensor {released_name!r} is missing, but config.json requires it{advice}"
                 )

@@ -45,10 +45,8 @@ class _CpuEvent:
 
 def _is_cuda_device(device: Any) -> bool:
     """Whether ``device``, a string, a torch.device or an index, means a GPU."""
-    if isinstance(device, bool):
-        return False
     if isinstance(device, int):
-        return True
+        return not isinstance(device, bool)
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, torch.device) and device.type == "cuda"

@@ -96,8 +96,7 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
             f"medium {medium_number} ({kind}) needs {count} {kind} placeholders in one run; the text does not"
             " have them there"
         )
-    first_positions: list[int] = positions[starts].tolist()
-    return first_positions
+    return positions[starts].tolist()
 
 
 def mrope_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: ModelSpec) -> Tensor:

@@ -219,8 +219,7 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_random_values(name, noise, config))
+            parameter.copy_(_random_values(name, torch.randn(parameter.shape, generator=generator), config))
         if config["model_type"] in HYBRID_FAMILIES:
             _relate_keys_to_queries(model, config["text_config"])
 

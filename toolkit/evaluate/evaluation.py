@@ -307,9 +307,8 @@ def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> list[str]:
         for name in sorted(expected.keys() ^ facts["metrics"].keys())
         if expected and facts["metrics"]  # otherwise VLMEvalKit's reason is a problem already
     ]
-    common = sorted(expected.keys() & converted.keys())
     return missing + [
         f"{name}: {expected[name]} and {converted[name]}"
-        for name in common
+        for name in sorted(expected.keys() & converted.keys())
         if converted[name] != expected[name]
     ]

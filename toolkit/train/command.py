@@ -106,8 +106,7 @@ def train(options: TrainOptions) -> int:
 
             sys.stdout.flush()
             exit_code = launch.main([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
-            is_done = exit_code == 0 and not launch.received_signals
-            if is_done and _is_first_node(options, launch_environment):
+            if exit_code == 0 and not launch.received_signals and _is_first_node(options, launch_environment):
                 _answer_samples(run_args, environment)
             return exit_code
 

@@ -71,9 +71,10 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
     last_sequence = bisect_right(cu_seqlens, shard_end - 1) - 1
 
     # A shard lies within one sequence if no bound is in it, its edges included.
-    any_spanned = False
-    for other_start in range(0, row_length, length):
-        any_spanned |= bisect_left(cu_seqlens, other_start) == bisect_right(cu_seqlens, other_start + length)
+    any_spanned = any(
+        bisect_left(cu_seqlens, other_start) == bisect_right(cu_seqlens, other_start + length)
+        for other_start in range(0, row_length, length)
+    )
 
     return ShardRoute(
         rank=rank,

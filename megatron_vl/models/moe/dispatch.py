@@ -151,11 +151,10 @@ class _ExchangeRows(torch.autograd.Function):
                 continue
             # Rows after the sent ones are never read.
             full_grad = received_grad.new_empty(ctx.lengths[i], received_grad.shape[1])
-            sent_part = full_grad[: sum(splits.rows_sent)]
             received_grad = received_grad.contiguous()
             transfers.append(
                 dist.all_to_all_single(
-                    sent_part,
+                    full_grad[: sum(splits.rows_sent)],
                     received_grad,
                     splits.rows_sent,
                     splits.rows_received,

@@ -74,9 +74,12 @@ def fp8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
         return None
     block_size = fields.get("weight_block_size")
     usual = {"fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
-    if not isinstance(block_size, list) or [type(side) for side in block_size] != [int, int]:
-        return None
-    if min(block_size) < 1 or any(fields.get(name, value) != value for name, value in usual.items()):
+    if (
+        not isinstance(block_size, list)
+        or [type(side) for side in block_size] != [int, int]
+        or min(block_size) < 1
+        or any(fields.get(name, value) != value for name, value in usual.items())
+    ):
         return None
     return block_size[0], block_size[1]
 
