@@ -243,11 +243,11 @@ class HfCheckpoint(CanonicalWeights):
         return reduce(torch.promote_types, map(self.hf_dtype, self.rule_by_name[tensor_name].hf_shapes))
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
-        def read_hf_region(released_name: object, region: MatrixRegion) -> Tensor:
-            return self.tensor_folder.read_region(self.stored_name_by_released[str(released_name)], region)
-
         return gather_region(
-            self.rule_by_name[tensor_name].blocks, region, read_hf_region, self.dtype(tensor_name)
+            self.rule_by_name[tensor_name].blocks,
+            region,
+            lambda name, part: self.tensor_folder.read_region(self.stored_name_by_released[str(name)], part),
+            self.dtype(tensor_name),
         )
 
     def expect_scattered_reads(self, is_scattered: bool) -> None:

@@ -218,21 +218,18 @@ class PeftFolder:
             for setting in ("rank_pattern", "alpha_pattern")
         }
         factors: dict[str, MatrixFactors] = {}
-        experts_names: dict[str, None] = {}
         for hf_name, shape in matrix_shapes.items():
             if is_expert_stack(hf_name):
-                experts_names[hf_name.rpartition(".")[0]] = None
+                experts_name = hf_name.rpartition(".")[0]
+                for wrapper_name in (experts_name, f"{experts_name}.base_layer"):
+                    if wrapper_name in modules:
+                        factors |= self._stack_factors(experts_name, modules.pop(wrapper_name))
             elif hf_name in modules:
                 self._check_layer(hf_name)
                 pair, (rank, alpha) = modules.pop(hf_name), self._rank_and_alpha(hf_name)
                 self._check_shape(hf_name, "A", pair["A"], (rank, shape[1]))
                 self._check_shape(hf_name, "B", pair["B"], (shape[0], rank))
                 factors[hf_name] = MatrixFactors(pair["A"], pair["B"], alpha)
-
-        for experts_name in experts_names:
-            for wrapper_name in (experts_name, f"{experts_name}.base_layer"):
-                if wrapper_name in modules:
-                    factors |= self._stack_factors(experts_name, modules.pop(wrapper_name))
 
         for unknown_name in modules:
             raise WeightsError(

@@ -113,9 +113,8 @@ def _sample_json(
     member_iterator = iter(suffixed_keys)
 
     def named_part(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "text":
-            return part
-        return {"type": part["type"], part["type"]: next(member_iterator)}
+        kind = part["type"]
+        return part if kind == "text" else {"type": kind, kind: next(member_iterator)}
 
     sample: dict[str, Any] = {"document": list(map(named_part, conversation.document))}
     if conversation.loss_weight != 1:

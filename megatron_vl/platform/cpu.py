@@ -128,7 +128,6 @@ def _leave_passes_alone() -> None:
 
 
 def _patch_torch_cuda() -> None:
-    torch_cuda: Any = torch.cuda
     stream = _CpuStream()
     cpu_functions: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
@@ -152,7 +151,7 @@ def _patch_torch_cuda() -> None:
     }
 
     for function_name, cpu_function in cpu_functions.items():
-        setattr(torch_cuda, function_name, cpu_function)
+        setattr(torch.cuda, function_name, cpu_function)
 
 
 def _patch_core_rng() -> None:

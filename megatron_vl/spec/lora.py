@@ -66,6 +66,12 @@ _LANGUAGE_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mlp.experts.linear_fc2": ("experts", ("mlp.experts.down_proj",)),
 }
 """Canonical name within a decoder layer -> (kind, released names within the layer)."""
+_VISION_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
+    "qwen2_vl": (("mlp.fc1", "mlp.fc2"), ("mlp.0", "mlp.2")),
+    "qwen2_5_vl": (("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), ("mlp.0", "mlp.2")),
+    "later": (("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")),
+}
+"""Family -> released names of the linears of its tower's MLP, the last one last, and of a merger."""
 _LAYER = r"language_model\.decoder\.layers\.(\d+)\."
 _BLOCK = r"vision_model\.decoder\.layers\.(\d+)\."
 _WHOLE_MODULES = (
@@ -353,7 +359,7 @@ def _released_modules(spec: ModelSpec, base: TensorInfo) -> tuple[str, tuple[str
     if not name.startswith("vision_model."):
         return "", ()
 
-    mlp_names, merger_names = _vision_names(spec)
+    mlp_names, merger_names = _VISION_NAMES.get(spec.family, _VISION_NAMES["later"])
     if layer_match:
         suffixes = {
             "self_attention.linear_qkv": ("attn.qkv",),
@@ -368,15 +374,6 @@ def _released_modules(spec: ModelSpec, base: TensorInfo) -> tuple[str, tuple[str
         return "", ()
     merger = merger.replace("deepstack_mergers", "deepstack_merger_list")
     return "merger", (f"model.visual.{merger}.{merger_names[linear == 'linear_fc2']}",)
-
-
-def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
-    """Released names of the linears of a tower's MLP, the last one last, and of a merger."""
-    if spec.family == "qwen2_vl":
-        return ("mlp.fc1", "mlp.fc2"), ("mlp.0", "mlp.2")
-    if spec.family == "qwen2_5_vl":
-        return ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), ("mlp.0", "mlp.2")
-    return ("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")
 
 
 def _matching_names(

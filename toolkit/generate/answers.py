@@ -189,8 +189,8 @@ def _encoded_samples(
         with closing(SampleReader(source)) as reader:
             for index in range(len(source)):
                 raw_sample = reader.read_sample(index, with_media=True)
-                encoded = row_encoder.preencode_sample(raw_sample)
-                encoded = row_encoder.sample_part(encoded, 0)  # the only one, if it is not cut
+                # Its first part, which is the only one if it is not cut.
+                encoded = row_encoder.sample_part(row_encoder.preencode_sample(raw_sample), 0)
                 refused = ["a document has no question"] if encoded.is_document else encoded.refused
                 row_encoder.dropped_samples.clear()
                 sample = None if refused else row_encoder.postencode_sample(encoded)

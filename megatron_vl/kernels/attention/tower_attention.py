@@ -288,14 +288,9 @@ def launch_query_grad(
     dqkv: Tensor,
 ) -> None:
     """Fills delta, which has the shape of lse, and the query's third of dqkv [P, h, 3, d]."""
-    planes = packed_qkv.flatten(0, 1)
-    descriptors = (
-        *make_part_descriptors(planes, tile.own_rows),
-        *make_part_descriptors(planes, tile.step_rows),
-    )
     kernel_tensors = attention_output, output_grad, lse, delta, dqkv, *angles, cu_seqlens
     extra_scalars = lse.shape[1], packed_qkv.shape[3] ** -0.5
-    launch_kernel(_query_grad_kernel, tile, packed_qkv, descriptors, kernel_tensors, *extra_scalars)
+    launch_kernel(_query_grad_kernel, tile, packed_qkv, kernel_tensors, *extra_scalars)
 
 
 def launch_key_grad(
@@ -309,12 +304,7 @@ def launch_key_grad(
     dqkv: Tensor,
 ) -> None:
     """Fills the key's and value's thirds of dqkv [P, h, 3, d]."""
-    planes = packed_qkv.flatten(0, 1)
-    descriptors = (
-        *make_part_descriptors(planes, tile.own_rows),
-        *make_part_descriptors(planes, tile.step_rows),
-        *make_part_descriptors(output_grad.transpose(0, 1), tile.step_rows),
-    )
+    gradient_descriptors = make_part_descriptors(output_grad.transpose(0, 1), tile.step_rows)
     # Descriptors end at the last patch: what follows was never written, and 0 * NaN would be NaN.
     statistic_shape = [lse.shape[0], packed_qkv.shape[2]]
     statistic_descriptors = (
@@ -325,8 +315,7 @@ def launch_key_grad(
         _key_grad_kernel,
         tile,
         packed_qkv,
-        (*descriptors, *statistic_descriptors),
-        (dqkv, *angles, cu_seqlens),
+        (*gradient_descriptors, *statistic_descriptors, dqkv, *angles, cu_seqlens),
         packed_qkv.shape[3] ** -0.5,
     )
 

@@ -141,9 +141,7 @@ def swiglu_backward(
 
 def _grid_and_options(output_like: Tensor, is_weighted: bool) -> tuple[tuple[int, int], dict[str, int]]:
     num_rows, width = output_like.shape
-    block_columns = next_power_of_2(width)
-    if not is_weighted:
-        block_columns = min(block_columns, 2048)
+    block_columns = next_power_of_2(width if is_weighted else min(width, 2048))
     options = {
         "WEIGHTED": is_weighted,
         "BLOCK": block_columns,
