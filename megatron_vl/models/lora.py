@@ -52,8 +52,7 @@ class _FusedFactor(_Factor):
     def __init__(self, initial_value: Tensor, part_ranks: list[int], part_masks: Tensor) -> None:
         super().__init__(initial_value)
         self.part_ranks = part_ranks
-        self.part_masks: Tensor
-        self.register_buffer("part_masks", part_masks, persistent=False)
+        self.part_masks = nn.Buffer(part_masks, persistent=False)
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """[..., sum of the ranks] -> [..., rows]"""
@@ -87,8 +86,7 @@ class LinearAdapter(nn.Module):
         column_scales = [part.scale for part in adapter.parts for _ in range(part.rank)]
         self.uniform_scale = column_scales[0]
         self.has_uniform_scale = len(set(column_scales)) == 1
-        self.column_scales: Tensor
-        self.register_buffer("column_scales", torch.tensor(column_scales), persistent=False)
+        self.column_scales = nn.Buffer(torch.tensor(column_scales), persistent=False)
 
         # The attributes by which Megatron-core finds the groups that reduce a gradient.
         is_expert_parallel = not getattr(next(linear.parameters()), "allreduce", True)

@@ -17,12 +17,11 @@ PEFT's ``target_parameters``. The names of released matrices are those of the mo
 which PEFT's files use as well.
 """
 
-import dataclasses
 import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
@@ -100,7 +99,7 @@ _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 class MixedLora(LoraConfig):
     """Adapters that differ in rank or alpha, as PEFT's patterns give them. A run only reads them."""
 
-    matrices: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
+    matrices: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Released matrix -> rank and alpha of its adapter."""
 
     __hash__ = LoraConfig.__hash__
@@ -147,10 +146,8 @@ class FusedLora:
         shape_a = (*expert_shape, sum(self.ranks), columns)
         shape_b = (*expert_shape, rows, max(self.ranks))
         return (
-            dataclasses.replace(
-                self.base, name=self.name_a, shape=shape_a, parallel_style=style_a, section_rows=()
-            ),
-            dataclasses.replace(self.base, name=self.name_b, shape=shape_b, parallel_style=style_b),
+            replace(self.base, name=self.name_a, shape=shape_a, parallel_style=style_a, section_rows=()),
+            replace(self.base, name=self.name_b, shape=shape_b, parallel_style=style_b),
         )
 
 
@@ -302,13 +299,13 @@ def freeze_parts_without_lora(config: TrainConfig, spec: ModelSpec) -> TrainConf
                 " lora.modules_to_save a module; leave out one of the two"
             )
 
-    model_config = dataclasses.replace(
+    model_config = replace(
         config.model,
         freeze_vision="vision" not in adapted_parts,
         freeze_merger="merger" not in adapted_parts,
         freeze_language="language" not in adapted_parts,
     )
-    return dataclasses.replace(config, model=model_config)
+    return replace(config, model=model_config)
 
 
 def row_runs(spec: ModelSpec, base: TensorInfo) -> list[tuple[int, int]]:

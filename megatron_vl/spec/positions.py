@@ -12,9 +12,8 @@ are always in merge-unit order (frame, unit row, unit column, row in unit, colum
 of HF's processors.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -62,7 +61,7 @@ def placeholder_runs(media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[Gr
     return [
         frame
         for grid in media_grids
-        for frame in [dataclasses.replace(grid, t=1, timestamps=())] * (grid.t if grid.kind == "video" else 1)
+        for frame in [replace(grid, t=1, timestamps=())] * (grid.t if grid.kind == "video" else 1)
     ]
 
 

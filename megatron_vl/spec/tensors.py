@@ -20,10 +20,9 @@ The full (TP 1) tensors follow these conventions:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megatron_vl.spec.families import LanguageSpec, ModelSpec
@@ -106,7 +105,7 @@ class TensorInfo:
     @property
     def single_expert(self) -> TensorInfo:
         """One expert's matrix of a stack, as a dense tensor that only expert tensor parallelism cuts."""
-        return dataclasses.replace(self, shape=self.shape[1:], num_experts=0)
+        return replace(self, shape=self.shape[1:], num_experts=0)
 
     def shard_shape(self, sharding: Sharding) -> tuple[int, ...]:
         if self.num_experts:

@@ -8,11 +8,10 @@ M-RoPE sections of different lengths, more embedding rows than tokens, and stack
 dimension first.
 """
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -171,7 +170,7 @@ def write_small_files(
     _write_tokenizer(checkpoint_dir, vocabulary, bpe_merges)
     kinds = ["linear_attention"] * (sizes.full_attention_layers_of - 1) + ["full_attention"]
     values = {
-        **dataclasses.asdict(sizes),
+        **asdict(sizes),
         **{token: len(vocabulary) + i for i, token in enumerate(SPECIAL_TOKENS)},
         "tied": tied,
         "dtype": str(dtype).removeprefix("torch."),
