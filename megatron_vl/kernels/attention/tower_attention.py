@@ -320,31 +320,6 @@ def launch_key_grad(
     )
 
 
-def attention_backward(
-    packed_qkv: Tensor,
-    attention_output: Tensor,
-    output_grad: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    angles: tuple[Tensor, Tensor],
-    tiles: AttentionTiles,
-) -> Tensor:
-    """The gradient of query, key and value before their rotation, [P, h, 3, d].
-
-    Args:
-        angles: cos and sin of the rotation.
-    """
-    _, num_heads, patches, head_dim = packed_qkv.shape
-    dqkv = packed_qkv.new_empty(patches, num_heads, 3, head_dim)
-    delta = torch.empty_like(lse)
-    output_grad = output_grad.contiguous().view_as(attention_output)
-    launch_query_grad(
-        packed_qkv, attention_output, output_grad, lse, cu_seqlens, angles, tiles.query_tile, delta, dqkv
-    )
-    launch_key_grad(packed_qkv, output_grad, lse, cu_seqlens, angles, tiles.key_tile, delta, dqkv)
-    return dqkv
-
-
 class _TowerAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -359,9 +334,16 @@ class _TowerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_grad: Tensor):
         packed_qkv, cos, sin, attention_output, lse, cu_seqlens = ctx.saved_tensors
-        dqkv = attention_backward(
-            packed_qkv, attention_output, output_grad, lse, cu_seqlens, (cos, sin), ctx.tiles
+        _, num_heads, patches, head_dim = packed_qkv.shape
+        # Before the rotation: [P, h, 3, d].
+        dqkv = packed_qkv.new_empty(patches, num_heads, 3, head_dim)
+        output_grad = output_grad.contiguous().view_as(attention_output)
+        shared = lse, cu_seqlens, (cos, sin)
+        delta = torch.empty_like(lse)
+        launch_query_grad(
+            packed_qkv, attention_output, output_grad, *shared, ctx.tiles.query_tile, delta, dqkv
         )
+        launch_key_grad(packed_qkv, output_grad, *shared, ctx.tiles.key_tile, delta, dqkv)
         return dqkv.flatten(1), None, None, None, None, None
 
 
