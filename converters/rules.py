@@ -141,8 +141,9 @@ def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> 
     """The tensor is the first linear layer of a vision MLP without a gate, padded with zero rows."""
     (hf_name,) = hf_names
     real_rows = spec.vision.ffn_hidden_size
-    padding_rows = tensor_info.shape[0] - real_rows
-    return _rule_of_rows(tensor_info, [(hf_name, 0, real_rows), (PADDING, 0, padding_rows)])
+    return _rule_of_rows(
+        tensor_info, [(hf_name, 0, real_rows), (PADDING, 0, tensor_info.shape[0] - real_rows)]
+    )
 
 
 def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:

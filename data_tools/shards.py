@@ -294,9 +294,8 @@ class IndexWriter:
             )
         from megatron.energon.flavors.webdataset.prepare import IndexSample, IndexSamplePart
 
-        rows = shard.index_rows
-        self.sqlite_writer.append_samples([row for row in rows if isinstance(row, IndexSample)])
-        self.sqlite_writer.append_parts([row for row in rows if isinstance(row, IndexSamplePart)])
+        self.sqlite_writer.append_samples([row for row in shard.index_rows if isinstance(row, IndexSample)])
+        self.sqlite_writer.append_parts([row for row in shard.index_rows if isinstance(row, IndexSamplePart)])
         shard.index_rows = []
         self.written_shards.append(shard)
 

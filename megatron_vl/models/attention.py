@@ -247,8 +247,7 @@ class _TransformerEngineBackend:
     The module is built at the first call, when the number of local heads is known.
     """
 
-    def __init__(self) -> None:
-        self.dot_product_attention: nn.Module | None = None
+    dot_product_attention: nn.Module | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
         if self.dot_product_attention is None:

@@ -178,11 +178,10 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
 
     Frames stay together. Within a frame, windows are in row-major order. There are no empty windows.
     """
-    merge_unit = vision_spec.merge_unit
     frame_lengths = [grid.h * grid.w for grid in media_grids for _ in range(grid.t)]
     cu_seqlens = _cumulative_lengths(torch.tensor(frame_lengths, dtype=torch.int32))
     if not vision_spec.window_size:
-        return WindowOrder(torch.arange(sum(frame_lengths) // merge_unit), cu_seqlens, cu_seqlens)
+        return WindowOrder(torch.arange(sum(frame_lengths) // vision_spec.merge_unit), cu_seqlens, cu_seqlens)
 
     # Each merge unit gets the number of its window over all media. Sorting by it keeps the order within
     # windows.
@@ -201,7 +200,7 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
     window_of_unit = np.concatenate(window_numbers)
     unit_order = torch.from_numpy(window_of_unit.argsort(kind="stable"))
     units_per_window = torch.from_numpy(np.bincount(window_of_unit))
-    return WindowOrder(unit_order, cu_seqlens, _cumulative_lengths(units_per_window * merge_unit))
+    return WindowOrder(unit_order, cu_seqlens, _cumulative_lengths(units_per_window * vision_spec.merge_unit))
 
 
 def _cumulative_lengths(lengths: Tensor) -> Tensor:

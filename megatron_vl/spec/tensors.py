@@ -178,8 +178,7 @@ def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
 
 def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
     language_spec = spec.language
-    hidden_size = language_spec.hidden_size
-    embedding_shape = (language_spec.vocab_size, hidden_size)
+    embedding_shape = (language_spec.vocab_size, language_spec.hidden_size)
     tensor_infos = [TensorInfo(EMBEDDING_TENSOR, embedding_shape, "column", "embedding")]
 
     for layer_index in range(language_spec.num_layers):
@@ -192,7 +191,7 @@ def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
         _feed_forward_tensors(language_spec, language_spec.has_experts(layer_index), add_tensor)
 
     norm_name = "language_model.decoder.final_layernorm.weight"
-    tensor_infos.append(TensorInfo(norm_name, (hidden_size,), "replicated", "head"))
+    tensor_infos.append(TensorInfo(norm_name, (language_spec.hidden_size,), "replicated", "head"))
     if not language_spec.tied_embeddings:
         tensor_infos.append(TensorInfo(OUTPUT_TENSOR, embedding_shape, "column", "head"))
     return [*tensor_infos, *(_mtp_tensors(language_spec) if language_spec.has_mtp else [])]

@@ -324,11 +324,10 @@ def _config_with_layers(
     if text_fields.get("layer_types"):
         text_fields["layer_types"] = text_fields["layer_types"][: language_spec.num_layers]
 
-    vision_fields = config["vision_config"]
-    vision_fields["depth"] = vision_spec.num_layers
+    config["vision_config"]["depth"] = vision_spec.num_layers
     if vision_spec.position_table_side:
         # From Qwen3-VL on, a missing field means layers 8, 16 and 24, which the tower may not have.
-        vision_fields["deepstack_visual_indexes"] = list(vision_spec.deepstack_layers)
+        config["vision_config"]["deepstack_visual_indexes"] = list(vision_spec.deepstack_layers)
     return config
 
 
