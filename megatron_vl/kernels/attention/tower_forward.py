@@ -170,11 +170,7 @@ def _make_context_current(device: torch.device) -> None:
 
 
 def launch_kernel(
-    kernel: Any,
-    tile: KernelTile,
-    packed_qkv: Tensor,
-    tensors: tuple[Any, ...],
-    *extra_scalars: float,
+    kernel: Any, tile: KernelTile, packed_qkv: Tensor, tensors: tuple[Any, ...], *extra_scalars: float
 ) -> None:
     """Launches a kernel, whose first arguments describe ``packed_qkv``. The last of ``tensors`` (or
     descriptors) is cu_seqlens."""
