@@ -181,20 +181,11 @@ def launch_kernel(
     first_width, second_width = _part_widths(head_dim)
 
     kernel[(num_patches // tile.own_rows + num_segments, num_heads)](
-        *make_part_descriptors(planes, tile.own_rows),
-        *make_part_descriptors(planes, tile.step_rows),
-        *tensors,
-        num_segments,
-        head_dim**-0.5 * math.log2(math.e),
-        *extra_scalars,
-        OWN=tile.own_rows,
-        STEP=tile.step_rows,
-        D=head_dim,
-        D1=first_width,
-        D2=second_width,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        *make_part_descriptors(planes, tile.own_rows), *make_part_descriptors(planes, tile.step_rows),
+        *tensors, num_segments, head_dim**-0.5 * math.log2(math.e), *extra_scalars,
+        OWN=tile.own_rows, STEP=tile.step_rows, D=head_dim, D1=first_width, D2=second_width,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 # --- The forward pass ---------------------------------------------------------------------------------------
@@ -315,14 +306,7 @@ def pack_with_rope(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tens
     half_dim = head_dim // 2
     packed_qkv = qkv.new_empty(3, num_heads, patches, head_dim)
     _pack_kernel[(cdiv(patches, 32), num_heads)](
-        qkv,
-        packed_qkv,
-        cos,
-        sin,
-        patches,
-        HALF=half_dim,
-        TILE=next_power_of_2(half_dim),
-        ROWS=32,
-        num_warps=4,
-    )
+        qkv, packed_qkv, cos, sin, patches,
+        HALF=half_dim, TILE=next_power_of_2(half_dim), ROWS=32, num_warps=4,
+    )  # fmt: skip
     return packed_qkv

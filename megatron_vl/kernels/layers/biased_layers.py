@@ -212,17 +212,9 @@ def add_programs(program_sums: Tensor, dtype: torch.dtype) -> Tensor:
     width = sums.numel()
     if width:
         _column_kernel[cdiv(width, FINAL_COLUMNS), 1](
-            program_sums,
-            sums,
-            None,
-            None,
-            program_sums.shape[0],
-            WIDTH=width,
-            ROWS=FINAL_ROWS,
-            BLOCK=FINAL_COLUMNS,
-            STAGES=NUM_STAGES,
-            num_warps=NUM_WARPS,
-        )
+            program_sums, sums, None, None, program_sums.shape[0],
+            WIDTH=width, ROWS=FINAL_ROWS, BLOCK=FINAL_COLUMNS, STAGES=NUM_STAGES, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return sums
 
 

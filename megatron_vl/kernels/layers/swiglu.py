@@ -126,16 +126,9 @@ def swiglu_backward(
     if output_grad.numel():
         grid, options = _grid_and_options(output_grad, row_weights is not None)
         _backward_kernel[grid](
-            x,
-            row_weights,
-            output_grad,
-            x_grad,
-            row_weight_grads,
-            output,
-            output_grad.shape[1],
-            OUTPUT=with_output,
-            **options,
-        )
+            x, row_weights, output_grad, x_grad, row_weight_grads, output, output_grad.shape[1],
+            OUTPUT=with_output, **options,
+        )  # fmt: skip
     return x_grad, row_weight_grads, output
 
 
