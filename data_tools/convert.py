@@ -361,8 +361,9 @@ def _numbered_records(
 ) -> Iterator[tuple[int, str, int, Any, str]]:
     """Yields (index among all records, file, number in it, record, format or "") of a part's records."""
     record_index = 0
-    file_names = input_names([input_file.path for input_file in input_files])
-    for file_name, input_file in zip(file_names, input_files, strict=True):
+    for file_name, input_file in zip(
+        input_names([file.path for file in input_files]), input_files, strict=True
+    ):
 
         def is_wanted(first_record: int, end_record: int, file_start: int = record_index) -> bool:
             return options.is_wanted(file_start + first_record, file_start + end_record)

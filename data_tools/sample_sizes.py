@@ -191,8 +191,7 @@ def _measure_shards(
         source, sample_indices = places[shard_number]
         if source.split not in readers:
             readers[source.split] = SampleReader(source)
-        samples = (_read_sample(readers[source.split], index) for index in sample_indices)
-        return measure_samples(encoder, samples)
+        return measure_samples(encoder, (_read_sample(readers[source.split], i) for i in sample_indices))
 
     try:
         with progress(len(places), "shards", f"measuring the samples of {dataset.path}") as show_progress:

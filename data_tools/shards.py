@@ -211,9 +211,7 @@ class ShardWriter:
         self.num_samples[split_name] += 1
 
     def _close_shard(self, split_name: str) -> None:
-        shard = self.open_shards.pop(split_name, None)
-        if shard is None:
-            return
+        shard = self.open_shards.pop(split_name)
         shard.close()
         shard_number = sum(self.num_shards.values())
         self.num_shards[split_name] += 1
@@ -241,7 +239,7 @@ class ShardWriter:
         """Writes the last shards of both splits, and the index. Returns all shards."""
         if self.val_fraction > 0 and not self.num_samples["val"] and self.num_samples["train"] > 1:
             self._move_last_to_val()
-        for split_name in self.num_shards:
+        for split_name in sorted(self.open_shards):  # train, then val
             self._close_shard(split_name)
         for shard_future in self.pending_shards:
             self.index_writer.add_shard(shard_future.result())
@@ -309,8 +307,9 @@ class IndexWriter:
             for split in ("train", "val")
         }
         content_id = str(uuid.uuid5(uuid.NAMESPACE_OID, shards_digest))
-        splits = {"split_parts": split_shards, "exclude": []}
-        write_description(self.meta_dir, content_id, sample_counts, splits)
+        write_description(
+            self.meta_dir, content_id, sample_counts, {"split_parts": split_shards, "exclude": []}
+        )
 
 
 def write_description(

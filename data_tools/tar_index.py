@@ -175,8 +175,9 @@ class _TarPairs:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def __iter__(self) -> Iterator[RawSample]:
-        is_local = isinstance(self.tar_path, Path)
-        raw_file: Any = self.tar_path.open("rb") if is_local else StoreFile(self.tar_path)
+        raw_file: Any = (
+            self.tar_path.open("rb") if isinstance(self.tar_path, Path) else StoreFile(self.tar_path)
+        )
         seen_keys, last_name = set[str](), "the beginning"
         with raw_file, ITarFile.open(fileobj=raw_file, mode="r:") as tar_file:
             found = iter_members(tar_file, self.tar_bytes, self.fields, HEAD_BYTES)

@@ -141,8 +141,7 @@ def write_tiny_checkpoint(
             for name, tensor in tensors.items()
         }
     if family == "qwen3_vl_moe":  # released with the inputs first
-        stacks = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
-        tensors |= {name: stack.transpose(1, 2) for name, stack in stacks.items()}
+        tensors |= {n: stack.transpose(1, 2) for n, stack in tensors.items() if ".mlp.experts." in n}
     if tied:
         tensors.pop("lm_head.weight", None)
     if family in HYBRID_FAMILIES:

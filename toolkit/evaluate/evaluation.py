@@ -271,9 +271,12 @@ def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float],
     status = json.loads(status_path.read_text()).get("datasets", {}).get(dataset_name, {})
     if reason := status.get("error_message") or status.get("skip_reason"):
         return {}, reason
-    numbers = {name: v for name, v in status.get("metrics", {}).items() if isinstance(v, (int, float))}
-    # A metric is NaN if no question of its kind was asked.
-    metrics = {name: value for name, value in numbers.items() if not math.isnan(value)}
+    metrics = {
+        name: value
+        for name, value in status.get("metrics", {}).items()
+        # A metric is NaN if no question of its kind was asked.
+        if isinstance(value, (int, float)) and not math.isnan(value)
+    }
     return metrics, "" if metrics else f"VLMEvalKit stopped at {status.get('status')!r}"
 
 

@@ -119,8 +119,9 @@ def train(options: TrainOptions) -> int:
     # Imported late, because the process that only starts the ranks does not need Megatron-core.
     from megatron_vl.train import main
 
-    is_rank = launch_environment.is_rank
-    os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
+    os.environ.update(
+        launch_environment.rank_variables if launch_environment.is_rank else single_rank_variables()
+    )
     exit_code = main(run_args)
     if exit_code == 0 and os.environ["RANK"] == "0" and not requested_stop_signal():
         _answer_samples(run_args, environment)
