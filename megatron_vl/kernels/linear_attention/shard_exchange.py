@@ -177,8 +177,7 @@ class ShardExchange:
         """
         halo_length, length = len(halo_gradient), len(x_gradient)
         tail_length = min(halo_length, length)
-        halo_tokens = min(halo_length, self.route.tokens_before)
-        halo_gradient[: halo_length - halo_tokens] = 0
+        halo_gradient[: halo_length - min(halo_length, self.route.tokens_before)] = 0
         all_gradients = self.gather(halo_gradient.contiguous())
 
         # The halo of rank i ends where the shard of the rank before it ends.
