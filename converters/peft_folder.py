@@ -192,8 +192,7 @@ class PeftFolder:
         saved_keys: dict[str, str] = {}
         for key in self.tensor_reader.tensor_names():
             hf_name = long_tensor_name(key.removeprefix(KEY_PREFIX))
-            saved_rule = rule_by_hf_name.get(hf_name)
-            if saved_rule is None:
+            if (saved_rule := rule_by_hf_name.get(hf_name)) is None:
                 continue
             if not whole_module(saved_rule.name):
                 raise WeightsError(

@@ -205,8 +205,9 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
         if candidate_format.matches_record(record):
             return candidate_format
     names = ", ".join(map(repr, sorted(record))) or "no field"
-    detail = f"the record has {names[:MAX_SHOWN_NAMES]}; {_format_advice(record)}"
-    raise RecordError("no conversation", detail)
+    raise RecordError(
+        "no conversation", f"the record has {names[:MAX_SHOWN_NAMES]}; {_format_advice(record)}"
+    )
 
 
 def _format_advice(record: dict[str, Any]) -> str:

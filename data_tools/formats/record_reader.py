@@ -206,9 +206,8 @@ class RecordReader:
         messages: list[Message] = []
         for i, turn in enumerate(turns):
             message = self.read_turn(turn, i)
-            if message.pop("call", False) and tool_calls.merge_calls(messages, message):
-                continue
-            messages.append(message)
+            if not (message.pop("call", False) and tool_calls.merge_calls(messages, message)):
+                messages.append(message)
         return messages
 
     def read_turn(self, turn: Any, turn_index: int) -> Message:

@@ -138,9 +138,8 @@ class LinearAdapter(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         if not self.dropout or not self.training:
             return x
-        has_own_input = self.sequence_parallel or not self.is_column
         # Ranks with the same input need the same mask, ranks with their own part of it another one.
-        masks_differ = self.tp_size > 1 and has_own_input
+        masks_differ = self.tp_size > 1 and (self.sequence_parallel or not self.is_column)
         with get_cuda_rng_tracker().fork() if masks_differ else contextlib.nullcontext():
             return F.dropout(x, self.dropout)
 

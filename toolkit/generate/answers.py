@@ -46,8 +46,7 @@ def exported_folder(checkpoint: Path, hf: str) -> Path:
         return checkpoint
     reader = WeightReader(checkpoint, takes_lora=True)
     step_dir = reader.path.parent
-    step = step_of_dir(step_dir)
-    if step is None:
+    if (step := step_of_dir(step_dir)) is None:
         raise UserError(
             f"{checkpoint} holds Megatron weights of no run; write a Hugging Face folder with `megatron-vl"
             " export` and give that"
