@@ -6,8 +6,7 @@ Both compute the same function. :mod:`megatron_vl.models.parameter_names` gives 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -157,40 +156,53 @@ def _build_mlp(
     return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute_activation=recompute, name=name)
 
 
-def _layer_modules(platform: Platform, config: TransformerConfig, fp8_rows: bool) -> SimpleNamespace:
-    """The constructors of a platform's linears and norms within a layer.
+class _LayerModules(NamedTuple):
+    """The constructors of a platform's linears and norms within a layer."""
 
-    ``expert_norm`` is always separate, because the router also reads its output. ``add_attention`` and
-    ``add_mlp`` are core's ``get_bias_dropout_add``, or stand for it.
-    """
+    column_linear: Any
+    """The linear after a norm. Of Transformer Engine's, some include that norm."""
+    row_linear: Any
+    layer_norm: Any
+    """The norm before ``column_linear``; the identity if that includes it."""
+    expert_norm: Any
+    """The norm before experts. It is always separate, because the router also reads its output."""
+    head_norm: Any
+    final_norm: Any
+    add_attention: Any
+    """Core's ``get_bias_dropout_add``, or what stands for it, after attention."""
+    add_mlp: Any
+
+
+def _layer_modules(platform: Platform, config: TransformerConfig, fp8_rows: bool) -> _LayerModules:
     column_linear, row_linear = linear_classes(platform, fp8_rows=fp8_rows)
-    layer_norm: Any = local_norm_class(config)
-    expert_norm = final_norm = layer_norm
-    add_attention: Any = get_bias_dropout_add
-    add_mlp = add_attention
-    if platform.has_transformer_engine:
-        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
-        from megatron.core.transformer.identity_op import IdentityOp
+    if not platform.has_transformer_engine:
+        norm_class = local_norm_class(config)
+        head_norm = norm_class if config.qk_layernorm else None
+        norms, additions = (norm_class, norm_class, head_norm, norm_class), (get_bias_dropout_add,) * 2
+        return _LayerModules(column_linear, row_linear, *norms, *additions)
 
-        final_norm = TENorm
-        add_attention = add_mlp = add_to_residual
-        if config.bf16:
-            layer_norm, expert_norm = partial(ResidualNorm, fp8_rows=fp8_rows), ResidualNorm
-            # Core keeps the input of a norm that it computes again, so that must be a tensor.
-            if not recomputes_norms(config):
-                add_attention = postpone_addition
-        else:  # this linear includes the norm
-            column_linear, layer_norm, expert_norm = TELayerNormColumnParallelLinear, IdentityOp, TENorm
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
+    from megatron.core.transformer.identity_op import IdentityOp
 
-    return SimpleNamespace(
+    add_attention: Any = add_to_residual
+    if config.bf16:
+        layer_norm, expert_norm = partial(ResidualNorm, fp8_rows=fp8_rows), ResidualNorm
+        # Core keeps the input of a norm that it computes again, so that must be a tensor.
+        if not recomputes_norms(config):
+            add_attention = postpone_addition
+    else:
+        column_linear = TELayerNormColumnParallelLinear
+        layer_norm, expert_norm = IdentityOp, TENorm
+
+    return _LayerModules(
         column_linear=column_linear,
         row_linear=row_linear,
         layer_norm=layer_norm,
         expert_norm=expert_norm,
-        head_norm=final_norm if config.qk_layernorm else None,
-        final_norm=final_norm,
+        head_norm=TENorm if config.qk_layernorm else None,
+        final_norm=TENorm,
         add_attention=add_attention,
-        add_mlp=add_mlp,
+        add_mlp=add_to_residual,
     )
 
 
