@@ -25,9 +25,7 @@ RULES_BY_FAMILY: dict[str, Callable[..., list[ConversionRule]]] = {
 
 
 def make_conversion_rules(
-    spec: ModelSpec,
-    expert_style: ExpertStyle | None = None,
-    mtp_expert_style: ExpertStyle = "output_first",
+    spec: ModelSpec, expert_style: ExpertStyle | None = None, mtp_expert_style: ExpertStyle = "output_first"
 ) -> list[ConversionRule]:
     """The rules of a model, one for each canonical tensor.
 

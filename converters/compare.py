@@ -16,12 +16,7 @@ from megatron_vl.system.processes import available_cores
 from megatron_vl.system.progress_bar import progress
 from megatron_vl.weights.canonical_weights import CanonicalWeights
 from megatron_vl.weights.manifest import MANIFEST_FILE
-from megatron_vl.weights.tensor_files import (
-    ANY_DTYPE_BY_CODE,
-    CODE_BY_DTYPE,
-    MatrixRegion,
-    row_regions,
-)
+from megatron_vl.weights.tensor_files import ANY_DTYPE_BY_CODE, CODE_BY_DTYPE, MatrixRegion, row_regions
 from megatron_vl.weights.weight_reader import WeightReader
 
 from .fp8 import is_fp8_folder, open_tensor_folder

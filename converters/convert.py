@@ -363,9 +363,8 @@ def _known_training_facts(source: CanonicalWeights, hf_checkpoint: HfCheckpoint)
         facts = trained_facts(trained_source.path, trained_source.manifest)
         _check_same_text(trained_source.path, facts, hf_checkpoint.path)
         facts = {key: value for key, value in facts.items() if key not in TEXT_FIELDS}
-        language = trained_source.spec.language
-        if facts or language.yarn:
-            facts = {ROPE_KEY: language.rope_fields} | facts
+        if facts or trained_source.spec.language.yarn:
+            facts = {ROPE_KEY: trained_source.spec.language.rope_fields} | facts
     elif isinstance(trained_source, PeftAdapters):
         facts = exported_facts(trained_source.path)
     return exported_facts(hf_checkpoint.path) | facts

@@ -121,8 +121,7 @@ def is_fp8_folder(hf_dir: str | Path) -> bool:
 def open_tensor_folder(hf_dir: str | Path) -> TensorFolder:
     """Opens the weights of a folder, dequantised if its config says FP8. Raises its errors."""
     folder, config = TensorFolder(hf_dir), read_json_object(Path(hf_dir) / "config.json")
-    block_size = fp8_block_size(config)
-    if block_size is None:
+    if (block_size := fp8_block_size(config)) is None:
         return folder
     sections = (config, config.get("text_config") or {})
     type_names = [section.get(name) for section in sections for name in ("dtype", "torch_dtype")]

@@ -179,8 +179,10 @@ class HfCheckpoint(CanonicalWeights):
                 if released_name == HF_OUTPUT:
                     advice = "; tie_word_embeddings at its top says that it is not the embedding"
                 elif released_name.startswith(MTP_PREFIX):
-                    advice = "; transformers drops it from what it saves: take the released folder, or set"
-                    advice += " mtp.loss to 0"
+                    advice = (
+                        "; transformers drops it from what it saves: take the released folder, or set"
+                        " mtp.loss to 0"
+                    )
                 raise WeightsError(
                     f"{self.path}: tensor {released_name!r} is missing, but config.json requires it{advice}"
                 )
@@ -241,11 +243,11 @@ class HfCheckpoint(CanonicalWeights):
         return reduce(torch.promote_types, map(self.hf_dtype, self.rule_by_name[tensor_name].hf_shapes))
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
-        def read_hf_region(released_name: object, region: MatrixRegion) -> Tensor:
-            return self.tensor_folder.read_region(self.stored_name_by_released[str(released_name)], region)
-
         return gather_region(
-            self.rule_by_name[tensor_name].blocks, region, read_hf_region, self.dtype(tensor_name)
+            self.rule_by_name[tensor_name].blocks,
+            region,
+            lambda name, part: self.tensor_folder.read_region(self.stored_name_by_released[str(name)], part),
+            self.dtype(tensor_name),
         )
 
     def expect_scattered_reads(self, is_scattered: bool) -> None:

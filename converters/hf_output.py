@@ -116,8 +116,7 @@ def _model_tensors(
         rule = rules_apart[str(blocks[0].part_id)]
         for block in rule.blocks:
             name = str(block.part_id)
-            stored_prefix = stored_name.rpartition("experts.")[0]
-            apart_name = f"{stored_prefix}experts.{name.rpartition('experts.')[2]}"
+            apart_name = f"{stored_name.rpartition('experts.')[0]}experts.{name.rpartition('experts.')[2]}"
             yield file, apart_name, rule.hf_shapes[name], [block.inverse_block(rule.name)]
 
 

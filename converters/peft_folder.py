@@ -192,8 +192,7 @@ class PeftFolder:
         saved_keys: dict[str, str] = {}
         for key in self.tensor_reader.tensor_names():
             hf_name = long_tensor_name(key.removeprefix(KEY_PREFIX))
-            saved_rule = rule_by_hf_name.get(hf_name)
-            if saved_rule is None:
+            if (saved_rule := rule_by_hf_name.get(hf_name)) is None:
                 continue
             if not whole_module(saved_rule.name):
                 raise WeightsError(
@@ -213,27 +212,23 @@ class PeftFolder:
     def _read_factors(self) -> dict[str, MatrixFactors]:
         matrix_shapes = released_matrices(self.spec)
         modules = self._tensors_by_module()
-        module_names = matrix_shapes.keys() | modules.keys()
         self._pattern_entries = {
-            setting: self._resolve_patterns(setting, module_names)
+            setting: self._resolve_patterns(setting, matrix_shapes.keys() | modules.keys())
             for setting in ("rank_pattern", "alpha_pattern")
         }
         factors: dict[str, MatrixFactors] = {}
-        experts_names: dict[str, None] = {}
         for hf_name, shape in matrix_shapes.items():
             if is_expert_stack(hf_name):
-                experts_names[hf_name.rpartition(".")[0]] = None
+                experts_name = hf_name.rpartition(".")[0]
+                for wrapper_name in (experts_name, f"{experts_name}.base_layer"):
+                    if wrapper_name in modules:
+                        factors |= self._stack_factors(experts_name, modules.pop(wrapper_name))
             elif hf_name in modules:
                 self._check_layer(hf_name)
                 pair, (rank, alpha) = modules.pop(hf_name), self._rank_and_alpha(hf_name)
                 self._check_shape(hf_name, "A", pair["A"], (rank, shape[1]))
                 self._check_shape(hf_name, "B", pair["B"], (shape[0], rank))
                 factors[hf_name] = MatrixFactors(pair["A"], pair["B"], alpha)
-
-        for experts_name in experts_names:
-            for wrapper_name in (experts_name, f"{experts_name}.base_layer"):
-                if wrapper_name in modules:
-                    factors |= self._stack_factors(experts_name, modules.pop(wrapper_name))
 
         for unknown_name in modules:
             raise WeightsError(

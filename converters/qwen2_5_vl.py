@@ -6,14 +6,7 @@ Names: ``Qwen2_5_VLForConditionalGeneration`` as released (``visual.*``, ``model
 from megatron_vl.spec.families import ModelSpec
 
 from .qwen2_vl import LANGUAGE, TOWER, VISION_LAYER
-from .rules import (
-    ConversionRule,
-    gated,
-    name_entries,
-    rules_from_entries,
-    unchanged_tensor,
-    vision_columns,
-)
+from .rules import ConversionRule, gated, name_entries, rules_from_entries, unchanged_tensor, vision_columns
 
 TOWER_MLP = name_entries(
     VISION_LAYER,

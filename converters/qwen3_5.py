@@ -87,13 +87,7 @@ def make_rules(
     """
 
     def layer_entries(style: ExpertStyle) -> tuple[NameEntry, ...]:
-        return (
-            *LANGUAGE,
-            *LINEAR_ATTENTION,
-            *qwen3_vl.ROUTER,
-            *qwen3_vl.EXPERTS[style],
-            *SHARED_EXPERT,
-        )
+        return (*LANGUAGE, *LINEAR_ATTENTION, *qwen3_vl.ROUTER, *qwen3_vl.EXPERTS[style], *SHARED_EXPERT)
 
     mtp_entries = [
         entry._replace(

@@ -89,11 +89,14 @@ ROUTER = name_entries(
 
 
 def _expert_entries(gate_up_names: str, down_name: str, make_rule: RuleMaker) -> tuple[NameEntry, ...]:
-    table_lines = (
-        ("mlp.experts.linear_fc1.weight", gate_up_names, make_rule),
-        ("mlp.experts.linear_fc2.weight", down_name, make_rule),
+    return name_entries(
+        DECODER_LAYER,
+        HF_DECODER_LAYER,
+        (
+            ("mlp.experts.linear_fc1.weight", gate_up_names, make_rule),
+            ("mlp.experts.linear_fc2.weight", down_name, make_rule),
+        ),
     )
-    return name_entries(DECODER_LAYER, HF_DECODER_LAYER, table_lines)
 
 
 EXPERTS: dict[ExpertStyle, tuple[NameEntry, ...]] = {

@@ -141,8 +141,9 @@ def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> 
     """The tensor is the first linear layer of a vision MLP without a gate, padded with zero rows."""
     (hf_name,) = hf_names
     real_rows = spec.vision.ffn_hidden_size
-    padding_rows = tensor_info.shape[0] - real_rows
-    return _rule_of_rows(tensor_info, [(hf_name, 0, real_rows), (PADDING, 0, padding_rows)])
+    return _rule_of_rows(
+        tensor_info, [(hf_name, 0, real_rows), (PADDING, 0, tensor_info.shape[0] - real_rows)]
+    )
 
 
 def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
@@ -249,9 +250,8 @@ def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[Co
         if name_entry is None:
             raise ValueError(f"{spec.family}: no rule for tensor {tensor_info.name!r}")
 
-        hf_names = name_entry.hf_names
-        if number_match:
-            # Only the first "*" is the layer. A second one is an expert, whose number the rule fills in.
-            hf_names = tuple(name.replace("*", number_match[1], 1) for name in hf_names)
+        # Only the first "*" is the layer. A second one is an expert, whose number the rule fills in.
+        layer = number_match[1] if number_match else "*"
+        hf_names = tuple(name.replace("*", layer, 1) for name in name_entry.hf_names)
         rules.append(name_entry.make_rule(spec, tensor_info, hf_names))
     return rules

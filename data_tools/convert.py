@@ -14,6 +14,7 @@ import json
 import sqlite3
 import sys
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,9 +74,9 @@ class DataReport:
     videos: int = 0
     bytes: int = 0
     shards: int = 0
-    refused: dict[str, dict[str, int]] = field(default_factory=dict)
+    refused: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Number of refused records by input file and reason."""
-    ignored: dict[str, dict[str, int]] = field(default_factory=dict)
+    ignored: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """How often a key without effect occurs in the samples, by location (``records``, ``turns``, ``content
     parts``, ``listed media``) and key. At each location, keys beyond the first 100 are counted together."""
     answer_media: int = 0
@@ -100,9 +101,8 @@ class DataReport:
     def count_sample(self, sample: StoredSample) -> None:
         for key_location, written_key in sample.ignored_keys:
             key = _escape_invalid_unicode(written_key)
-            counts = self.ignored.setdefault(key_location, {})
-            key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else "other keys"
-            counts[key] = counts.get(key, 0) + 1
+            counts = self.ignored[key_location]
+            counts[key if key in counts or len(counts) < MAX_IGNORED_KEYS else "other keys"] += 1
         for name, count in sample.counts.items():
             setattr(self, name, getattr(self, name) + count)
         for info in sample.media_infos:
@@ -338,8 +338,7 @@ def _convert_records(
                         if any(outcome.media_names):
                             names_file.write(json.dumps([outcome.key, outcome.media_names]) + "\n")
                     else:
-                        counts = report.refused.setdefault(outcome["file"], {})
-                        counts[outcome["reason"]] = counts.get(outcome["reason"], 0) + 1
+                        report.refused[outcome["file"]][outcome["reason"]] += 1
                         quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
             spool_path.unlink()
             num_refused = report.records - sum(shard_writer.num_samples.values())
@@ -362,8 +361,9 @@ def _numbered_records(
 ) -> Iterator[tuple[int, str, int, Any, str]]:
     """Yields (index among all records, file, number in it, record, format or "") of a part's records."""
     record_index = 0
-    file_names = input_names([input_file.path for input_file in input_files])
-    for file_name, input_file in zip(file_names, input_files, strict=True):
+    for file_name, input_file in zip(
+        input_names([file.path for file in input_files]), input_files, strict=True
+    ):
 
         def is_wanted(first_record: int, end_record: int, file_start: int = record_index) -> bool:
             return options.is_wanted(file_start + first_record, file_start + end_record)
@@ -415,8 +415,9 @@ def _store_batch(
                     " lower --workers, and start again"
                 ) from error
             else:
-                key = f"{record_index:09d}"
-                outcomes.append(store_sample(key, conversation, media, record_source, spool_file))
+                outcomes.append(
+                    store_sample(f"{record_index:09d}", conversation, media, record_source, spool_file)
+                )
     return spool_path, outcomes
 
 
@@ -437,9 +438,8 @@ def read_record(
         record, options.format or record_format, options.missing_markers, options.caption_prompt
     )
     media = []
-    references, field_paths = conversation.media_references, conversation.field_paths
     for (kind, reference), field_path, limits in zip(
-        references, field_paths, conversation.media_limits, strict=True
+        conversation.media_references, conversation.field_paths, conversation.media_limits, strict=True
     ):
         try:
             media_bytes = read_media(reference, options.roots)

@@ -30,20 +30,9 @@ INDEX_FILE = "dataset_info.json"
 REMOTE_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 FORMAT_BY_FORMATTING = {"alpaca": "alpaca", "sharegpt": "", "openai": ""}
 """Our format for each ``formatting``; empty: the record's own."""
-FIELD_BY_COLUMN = {
-    "prompt": "instruction",
-    "query": "input",
-    "response": "output",
-    "history": "history",
-    "messages": "",
-    "system": "system",
-    "tools": "tools",
-    "images": "images",
-    "videos": "videos",
-    "audios": "audios",
-    "chosen": "chosen",
-    "rejected": "rejected",
-    "kto_tag": "kto_tag",
+FIELD_BY_COLUMN = {"prompt": "instruction", "query": "input", "response": "output", "messages": ""} | {
+    name: name
+    for name in ("history", "system", "tools", "images", "videos", "audios", "chosen", "rejected", "kto_tag")
 }
 """Our field for each entry of ``columns``; that of messages depends on the tags."""
 ROLE_TAGS = {
@@ -113,12 +102,7 @@ def _renamed(json_object: dict[str, Any], new_keys: dict[str, str], taken_keys: 
 
 KNOWN_FIELDS = {
     *FIELD_BY_COLUMN.values(),
-    "image",
-    "video",
-    "conversations",
-    "messages",
-    "conversation",
-    "weight",
+    *("image", "video", "conversations", "messages", "conversation", "weight"),
     *("text", "caption", "texts", "text_list", "image_info"),
 }
 
@@ -251,8 +235,9 @@ def _folder_files(input_dir: Path) -> list[Path]:
 def record_files(folder: Path) -> Iterator[Path]:
     """The files below a folder that may hold records; hidden ones and those of data sets do not."""
     for parent, folder_names, file_names in folder.walk():
-        folder_names[:] = [name for name in folder_names if not (parent / name / METADATA_DIR).exists()]
-        folder_names[:] = [name for name in folder_names if name[0] != "."]
+        folder_names[:] = [
+            name for name in folder_names if name[0] != "." and not (parent / name / METADATA_DIR).exists()
+        ]
         names = [name for name in file_names if name[0] != "." and name != INDEX_FILE]
         yield from filter(record_suffix, [parent / name for name in names])
 

@@ -444,6 +444,4 @@ def _without_nulls(field_value: Any) -> Any:
     """A value without the null fields of its structures."""
     if isinstance(field_value, dict):
         return {name: _without_nulls(item) for name, item in field_value.items() if item is not None}
-    if isinstance(field_value, list):
-        return [_without_nulls(item) for item in field_value]
-    return field_value
+    return [_without_nulls(item) for item in field_value] if isinstance(field_value, list) else field_value

@@ -174,20 +174,15 @@ STORAGE_REASONS = ("shard missing", "shard unreadable")
 """Reasons for which a sample cannot be read that are the storage's and not the sample's."""
 
 
-def _shard_places(dataset: DatasetDescription) -> dict[str, tuple[SampleSource, range]]:
-    """Where the samples of each shard are, in order. A shard of two splits has one place."""
-    places: dict[str, tuple[SampleSource, range]] = {}
-    for split in [split for split, shards in dataset.shards_by_split.items() if shards]:
-        source = SampleSource(split, dataset, split, 1.0)
-        for name, (start, end) in zip(source.shard_names, pairwise(source.shard_starts), strict=True):
-            places.setdefault(name, (source, range(start, end)))
-    return places
-
-
 def _measure_shards(
     dataset: DatasetDescription, encoder: RowEncoder, num_workers: int, partial_dir: Path
 ) -> None:
-    places_by_shard = _shard_places(dataset)
+    # Where the samples of each shard are, in order. A shard of two splits has one place.
+    places_by_shard: dict[str, tuple[SampleSource, range]] = {}
+    for split in [split for split, shards in dataset.shards_by_split.items() if shards]:
+        source = SampleSource(split, dataset, split, 1.0)
+        for name, (start, end) in zip(source.shard_names, pairwise(source.shard_starts), strict=True):
+            places_by_shard.setdefault(name, (source, range(start, end)))
     places = list(places_by_shard.values())
     # Each process has one for each split: to make one takes as long as its split has shards.
     readers: dict[str, SampleReader] = {}
@@ -196,8 +191,7 @@ def _measure_shards(
         source, sample_indices = places[shard_number]
         if source.split not in readers:
             readers[source.split] = SampleReader(source)
-        samples = (_read_sample(readers[source.split], index) for index in sample_indices)
-        return measure_samples(encoder, samples)
+        return measure_samples(encoder, (_read_sample(readers[source.split], i) for i in sample_indices))
 
     try:
         with progress(len(places), "shards", f"measuring the samples of {dataset.path}") as show_progress:

@@ -147,8 +147,9 @@ class SampleReader:
         dataset = SplitShards(sample_source.dataset, sample_source.split)
         self.member_names: list[str] = []
         stored_shards = StoreShards(dataset, block_size=1)
-        take = lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i]  # noqa: E731
-        self.tolerant_reader = open_sample_reader(dataset, take, self._is_member_wanted)
+        self.tolerant_reader = open_sample_reader(
+            dataset, lambda i: stored_shards.fetch(range(i, i + 1), i, sys.maxsize)[i], self._is_member_wanted
+        )
         self.reads_media = False
 
     def _is_member_wanted(self, member_name: str) -> bool:

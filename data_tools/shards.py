@@ -113,9 +113,8 @@ def _sample_json(
     member_iterator = iter(suffixed_keys)
 
     def named_part(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] == "text":
-            return part
-        return {"type": part["type"], part["type"]: next(member_iterator)}
+        kind = part["type"]
+        return part if kind == "text" else {"type": kind, kind: next(member_iterator)}
 
     sample: dict[str, Any] = {"document": list(map(named_part, conversation.document))}
     if conversation.loss_weight != 1:
@@ -184,7 +183,7 @@ class ShardWriter:
         self.val_fraction, self.max_pending = val_fraction, max_pending
         self.samples_per_shard, self.bytes_per_shard = samples_per_shard, bytes_per_shard
         self.index_writer = IndexWriter(dataset_dir / METADATA_DIR)
-        self.open_shards: dict[str, _OpenShard | None] = {"train": None, "val": None}
+        self.open_shards: dict[str, _OpenShard] = {}
         self.num_samples = {"train": 0, "val": 0}
         self.num_shards = {"train": 0, "val": 0}
         self.pending_shards: deque[Future[WrittenShard]] = deque()
@@ -198,7 +197,7 @@ class ShardWriter:
 
     def _append(self, sample: StoredSample, split_name: str, source_file: BinaryIO, byte_offset: int) -> None:
         # A full shard is closed when the next sample arrives; the last one stays open until the end.
-        shard = self.open_shards[split_name]
+        shard = self.open_shards.get(split_name)
         if shard is not None and (
             len(shard.samples) >= self.samples_per_shard
             or shard.media_bytes + sample.media_bytes > self.bytes_per_shard
@@ -212,10 +211,7 @@ class ShardWriter:
         self.num_samples[split_name] += 1
 
     def _close_shard(self, split_name: str) -> None:
-        shard = self.open_shards[split_name]
-        self.open_shards[split_name] = None
-        if shard is None:
-            return
+        shard = self.open_shards.pop(split_name)
         shard.close()
         shard_number = sum(self.num_shards.values())
         self.num_shards[split_name] += 1
@@ -228,7 +224,6 @@ class ShardWriter:
     def _move_last_to_val(self) -> None:
         """Moves the last train sample to val, from the end of the open shard."""
         shard = self.open_shards["train"]
-        assert shard is not None
         sample = shard.samples.pop()
         byte_offset = shard.tar_file.tell() - sample.byte_length
         self.num_samples["train"] -= 1
@@ -238,13 +233,13 @@ class ShardWriter:
         if not shard.samples:
             shard.tar_file.close()
             (self.dataset_dir / shard.name).unlink()
-            self.open_shards["train"] = None
+            del self.open_shards["train"]
 
     def finish(self) -> list[WrittenShard]:
         """Writes the last shards of both splits, and the index. Returns all shards."""
         if self.val_fraction > 0 and not self.num_samples["val"] and self.num_samples["train"] > 1:
             self._move_last_to_val()
-        for split_name in self.open_shards:
+        for split_name in sorted(self.open_shards):  # train, then val
             self._close_shard(split_name)
         for shard_future in self.pending_shards:
             self.index_writer.add_shard(shard_future.result())
@@ -297,9 +292,8 @@ class IndexWriter:
             )
         from megatron.energon.flavors.webdataset.prepare import IndexSample, IndexSamplePart
 
-        rows = shard.index_rows
-        self.sqlite_writer.append_samples([row for row in rows if isinstance(row, IndexSample)])
-        self.sqlite_writer.append_parts([row for row in rows if isinstance(row, IndexSamplePart)])
+        self.sqlite_writer.append_samples([row for row in shard.index_rows if isinstance(row, IndexSample)])
+        self.sqlite_writer.append_parts([row for row in shard.index_rows if isinstance(row, IndexSamplePart)])
         shard.index_rows = []
         self.written_shards.append(shard)
 
@@ -313,8 +307,9 @@ class IndexWriter:
             for split in ("train", "val")
         }
         content_id = str(uuid.uuid5(uuid.NAMESPACE_OID, shards_digest))
-        splits = {"split_parts": split_shards, "exclude": []}
-        write_description(self.meta_dir, content_id, sample_counts, splits)
+        write_description(
+            self.meta_dir, content_id, sample_counts, {"split_parts": split_shards, "exclude": []}
+        )
 
 
 def write_description(

@@ -24,8 +24,12 @@ from megatron.energon.flavors.webdataset.itar import ITarFile
 
 from megatron_vl.data.row_encoder import RawSample, RowEncoder, cook_sample
 from megatron_vl.data.sample.medium import UnusableError
-from megatron_vl.data.source import dataset_description
-from megatron_vl.data.source.dataset_description import MAX_SHARDS, METADATA_DIR, SIZES_DIR
+from megatron_vl.data.source.dataset_description import (
+    MAX_SHARDS,
+    METADATA_DIR,
+    SIZES_DIR,
+    expand_shard_names,
+)
 from megatron_vl.data.source.location import (
     LoaderError,
     Location,
@@ -86,7 +90,7 @@ def find_tars(inputs: list[str]) -> tuple[Location, list[str]]:
         if Path(given).is_dir():
             paths += sorted(map(str, Path(given).glob("*.tar")))
         elif given.endswith(".tar"):
-            paths += dataset_description.expand_shard_names(Path("--input"), [given])
+            paths += expand_shard_names(Path("--input"), [given])
         else:
             paths += filter(None, Path(given).read_text().split("\n"))
     paths = [store_url(path) for path in paths]
@@ -171,8 +175,9 @@ class _TarPairs:
     digest: Any = field(default_factory=hashlib.sha256)
 
     def __iter__(self) -> Iterator[RawSample]:
-        is_local = isinstance(self.tar_path, Path)
-        raw_file: Any = self.tar_path.open("rb") if is_local else StoreFile(self.tar_path)
+        raw_file: Any = (
+            self.tar_path.open("rb") if isinstance(self.tar_path, Path) else StoreFile(self.tar_path)
+        )
         seen_keys, last_name = set[str](), "the beginning"
         with raw_file, ITarFile.open(fileobj=raw_file, mode="r:") as tar_file:
             found = iter_members(tar_file, self.tar_bytes, self.fields, HEAD_BYTES)
@@ -247,8 +252,7 @@ def _splits(out_dir: Path, counts: dict[str, int]) -> dict[str, Any]:
     info_path = split_path.with_name(".info.json")
     known = json.loads(info_path.read_text())["shard_counts"] if info_path.exists() else {}
     parts: dict[str, list[str]] = {"train": []} | {
-        split: dataset_description.expand_shard_names(split_path, names or [])
-        for split, names in splits["split_parts"].items()
+        split: expand_shard_names(split_path, names or []) for split, names in splits["split_parts"].items()
     }
     parts["train"] += counts.keys() - {*itertools.chain(*parts.values()), *filter(known.get, known)}
     parts = {split: sorted(name for name in names if counts.get(name)) for split, names in parts.items()}

@@ -53,16 +53,7 @@ from .tool_calls import read_template_arguments, read_tools
 __all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation"]
 
 FORMATS: dict[str, RecordFormat] = {
-    record_format.name: record_format
-    for record_format in (
-        *(
-            conversation_formats.OPENAI,
-            conversation_formats.QWEN,
-            conversation_formats.SHAREGPT,
-            conversation_formats.PAIRS,
-        ),
-        *(conversation_formats.TRL, conversation_formats.ALPACA, *documents.FORMATS),
-    )
+    record_format.name: record_format for record_format in (*conversation_formats.FORMATS, *documents.FORMATS)
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
 CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
@@ -214,8 +205,9 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
         if candidate_format.matches_record(record):
             return candidate_format
     names = ", ".join(map(repr, sorted(record))) or "no field"
-    detail = f"the record has {names[:MAX_SHOWN_NAMES]}; {_format_advice(record)}"
-    raise RecordError("no conversation", detail)
+    raise RecordError(
+        "no conversation", f"the record has {names[:MAX_SHOWN_NAMES]}; {_format_advice(record)}"
+    )
 
 
 def _format_advice(record: dict[str, Any]) -> str:

@@ -232,8 +232,7 @@ def _is_empty_value(field_value: Any) -> bool:
 def refuse_audio_in(text: str, field_path: str) -> None:
     """Raises RecordError if a user's text or a system prompt has the placeholder of a sound."""
     # Code is replaced by a word, so that the text around it still counts as one sentence.
-    match = AUDIO_PLACEHOLDER.search(CODE_SPAN.sub("code", text)) if "audio" in text.lower() else None
-    if match:
+    if "audio" in text.lower() and (match := AUDIO_PLACEHOLDER.search(CODE_SPAN.sub("code", text))):
         advice = "; if the text is about the tag, write it as code (`<audio>`)"
         raise unsupported_audio_error(shorten_value(match[0].strip()), field_path, advice)
 

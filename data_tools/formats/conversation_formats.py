@@ -149,11 +149,10 @@ def _read_alpaca(record: dict[str, Any], reader: RecordReader) -> list[Message]:
     if answer_field is None and not role_turns:
         detail = f"no answer among the fields {shorten_value(sorted(record))}: there is nothing to train on"
         raise RecordError("no assistant turn", detail, "instruction")
-    # An empty turn shows that the answer is missing, which those of the history would hide.
-    answer = record[answer_field] if answer_field else ""
     role_turns += [
         ("user", question_text, question_fields[0]),
-        ("assistant", answer, answer_field or ANSWER_FIELDS[0]),
+        # An empty turn shows that the answer is missing, which those of the history would hide.
+        ("assistant", record[answer_field] if answer_field else "", answer_field or ANSWER_FIELDS[0]),
     ]
     return [reader.read_content(*turn) for turn in role_turns]
 
@@ -168,3 +167,6 @@ ALPACA = RecordFormat(
     _read_alpaca,
     read_fields=(*QUESTION_FIELDS, "input", *ANSWER_FIELDS, "history"),
 )
+
+
+FORMATS = (OPENAI, QWEN, SHAREGPT, PAIRS, TRL, ALPACA)

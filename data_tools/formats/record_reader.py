@@ -27,19 +27,11 @@ from .conversation import (
 from .medium_limits import FrameSequence, read_frame_rate, read_medium_limits
 
 ROLE_SPELLINGS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "bot": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "function_call": "call",
-    "tool_call": "call",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "tool_response", "function"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
 """What each spelling of a role stands for; ``call`` is an assistant's turn whose text is a call."""
 MEDIA_MARKER = re.compile("(<image>|<video>)")
@@ -214,9 +206,8 @@ class RecordReader:
         messages: list[Message] = []
         for i, turn in enumerate(turns):
             message = self.read_turn(turn, i)
-            if message.pop("call", False) and tool_calls.merge_calls(messages, message):
-                continue
-            messages.append(message)
+            if not (message.pop("call", False) and tool_calls.merge_calls(messages, message)):
+                messages.append(message)
         return messages
 
     def read_turn(self, turn: Any, turn_index: int) -> Message:

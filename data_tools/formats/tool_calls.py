@@ -48,8 +48,7 @@ def read_tools(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_tool(tool: Any, field_path: str) -> dict[str, Any]:
-    if isinstance(tool, str):
-        tool = parse_json_text(tool, field_path, "bad tools")
+    tool = parse_json_text(tool, field_path, "bad tools")
     if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
         tool = {"type": "function", "function": tool}
     function = tool.get("function") if isinstance(tool, dict) else None

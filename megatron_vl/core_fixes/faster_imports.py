@@ -153,8 +153,7 @@ def _keeping_kernels() -> Iterator[None]:
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         facts = folder.lstat()
-        is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
-        if is_own:
+        if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022:
             with (folder / "locks").open("a") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))

@@ -34,9 +34,7 @@ def use_one_gloo_worker() -> None:
     ) -> None:
         if isinstance(options, timedelta):
             options, timeout = None, options
-        if options is None:
-            options = _gloo_options(timeout)
-        original_init(self, store, rank, size, options)
+        original_init(self, store, rank, size, options or _gloo_options(timeout))
 
     __init__.one_worker = True  # type: ignore[attr-defined]
     gloo_class.__init__ = __init__

@@ -181,12 +181,11 @@ def make_backend(backend_name: str) -> Backend:
     """Makes the function of a backend. Each layer needs its own."""
     if backend_name == "te":
         return _TransformerEngineBackend()
-    backend_functions: dict[str, Backend] = {
+    return {
         "sdpa": _attend_with_sdpa,
         "torch_varlen": _attend_with_torch_varlen,
         "flash_attn": _attend_with_flash_attn,
-    }
-    return backend_functions[backend_name]
+    }[backend_name]
 
 
 def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
@@ -248,8 +247,7 @@ class _TransformerEngineBackend:
     The module is built at the first call, when the number of local heads is known.
     """
 
-    def __init__(self) -> None:
-        self.dot_product_attention: nn.Module | None = None
+    dot_product_attention: nn.Module | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
         if self.dot_product_attention is None:

@@ -84,13 +84,11 @@ class StepVision:
             frame_cu_seqlens = frame_cu_seqlens - patch_slice.start
             window_cu_seqlens = window_cu_seqlens - patch_slice.start
 
-        max_frame_patches = int(self.local_frames.patches_per_frame[frame_begin:frame_end].max())
-        max_window_patches = int(self.local_frames.patches_per_window[window_slice].max())
         tower_input = self.share.cut(
             slice(first_plane, end_plane),
             patch_slice,
-            Segments(frame_cu_seqlens, max_frame_patches),
-            Segments(window_cu_seqlens, max_window_patches),
+            Segments(frame_cu_seqlens, int(self.local_frames.patches_per_frame[frame_begin:frame_end].max())),
+            Segments(window_cu_seqlens, int(self.local_frames.patches_per_window[window_slice].max())),
         )
         return tower_input, patch_slice
 
@@ -267,8 +265,7 @@ class DecoupledTower:
         sends_gradients = self.on_first_stage and not self.tp_group.rank()
         if sends_gradients:
             # Filled row by row, because the rows' gradients beside all of them would be twice the memory.
-            num_features = sum(step_vision.features_per_row)
-            row_gradients = no_gradients.new_empty(num_features, *no_gradients.shape[1:])
+            row_gradients = no_gradients.new_empty(sum(step_vision.features_per_row), *no_gradients.shape[1:])
         parts = row_gradients.split(step_vision.features_per_row) if sends_gradients else ()
         for number, device_row in enumerate(step_vision.device_rows):
             features, device_row.vision_features = device_row.vision_features, None

@@ -60,12 +60,11 @@ class _EmbeddingLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, vector_grads: Tensor) -> tuple[Tensor, None]:
         (token_ids,) = ctx.saved_tensors
-        weight = ctx.weight
-        add_to_rows(weight.main_grad, token_ids.flatten(), vector_grads.flatten(0, -2))
-        weight.grad_added_to_main_grad = True
+        add_to_rows(ctx.weight.main_grad, token_ids.flatten(), vector_grads.flatten(0, -2))
+        ctx.weight.grad_added_to_main_grad = True
 
         # DDP's hook needs a gradient, which it does not read.
-        return torch.empty_like(weight), None
+        return torch.empty_like(ctx.weight), None
 
 
 def add_to_rows(main_grad: Tensor, token_ids: Tensor, vector_grads: Tensor) -> None:

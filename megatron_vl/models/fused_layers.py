@@ -248,10 +248,7 @@ class ResidualNorm(nn.Module):
         """[S, 1, H] -> [S, 1, H], and ``x`` (or the sum that it stands for) if it returns its input"""
         from megatron_vl.kernels.layers.residual_norm import residual_norm
 
-        if isinstance(x, PendingSum):
-            residual, added, added_bias = x.take()
-        else:
-            residual, added, added_bias = x, None, None
+        residual, added, added_bias = x.take() if isinstance(x, PendingSum) else (x, None, None)
         normalized, residual = residual_norm(
             residual,
             self.weight,

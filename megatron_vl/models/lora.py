@@ -52,8 +52,7 @@ class _FusedFactor(_Factor):
     def __init__(self, initial_value: Tensor, part_ranks: list[int], part_masks: Tensor) -> None:
         super().__init__(initial_value)
         self.part_ranks = part_ranks
-        self.part_masks: Tensor
-        self.register_buffer("part_masks", part_masks, persistent=False)
+        self.part_masks = nn.Buffer(part_masks, persistent=False)
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """[..., sum of the ranks] -> [..., rows]"""
@@ -87,8 +86,7 @@ class LinearAdapter(nn.Module):
         column_scales = [part.scale for part in adapter.parts for _ in range(part.rank)]
         self.uniform_scale = column_scales[0]
         self.has_uniform_scale = len(set(column_scales)) == 1
-        self.column_scales: Tensor
-        self.register_buffer("column_scales", torch.tensor(column_scales), persistent=False)
+        self.column_scales = nn.Buffer(torch.tensor(column_scales), persistent=False)
 
         # The attributes by which Megatron-core finds the groups that reduce a gradient.
         is_expert_parallel = not getattr(next(linear.parameters()), "allreduce", True)
@@ -140,9 +138,8 @@ class LinearAdapter(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         if not self.dropout or not self.training:
             return x
-        has_own_input = self.sequence_parallel or not self.is_column
         # Ranks with the same input need the same mask, ranks with their own part of it another one.
-        masks_differ = self.tp_size > 1 and has_own_input
+        masks_differ = self.tp_size > 1 and (self.sequence_parallel or not self.is_column)
         with get_cuda_rng_tracker().fork() if masks_differ else contextlib.nullcontext():
             return F.dropout(x, self.dropout)
 

@@ -48,13 +48,12 @@ class PatchEmbed(nn.Module):
 
         Patch i consists of the T planes ``plane_index[i]``.
         """
-        vision_spec = self.vision_spec
         if self._pixel_mean.device != planes.device:
             self._pixel_mean = self._pixel_mean.to(planes.device)
             self._pixel_std = self._pixel_std.to(planes.device)
 
         # Planes are normalised before they are gathered, because an image uses each of its planes twice.
-        plane_pixels = planes.view(-1, vision_spec.patch_size**2, vision_spec.in_channels).float()
+        plane_pixels = planes.view(-1, self.vision_spec.patch_size**2, self.vision_spec.in_channels).float()
         plane_pixels = (plane_pixels - self._pixel_mean) / self._pixel_std
         plane_pixels = plane_pixels.to(self.proj.weight.dtype)
 

@@ -87,8 +87,7 @@ class VisionLanguageModel(MegatronModule):
             return chunk_output
         local_seq_len = chunk_output.shape[0] // (1 + self.levels_out)
         num_unused_tokens = local_seq_len * (self.message_levels - self.levels_out)
-        padding = chunk_output.new_zeros(num_unused_tokens, *chunk_output.shape[1:])
-        return torch.cat((chunk_output, padding))
+        return torch.cat((chunk_output, chunk_output.new_zeros(num_unused_tokens, *chunk_output.shape[1:])))
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight on the stages that hold it. Core sums its gradient over both stages."""

@@ -45,10 +45,8 @@ class _CpuEvent:
 
 def _is_cuda_device(device: Any) -> bool:
     """Whether ``device``, a string, a torch.device or an index, means a GPU."""
-    if isinstance(device, bool):
-        return False
     if isinstance(device, int):
-        return True
+        return not isinstance(device, bool)
     if isinstance(device, str):
         return device.startswith("cuda")
     return isinstance(device, torch.device) and device.type == "cuda"
@@ -130,7 +128,6 @@ def _leave_passes_alone() -> None:
 
 
 def _patch_torch_cuda() -> None:
-    torch_cuda: Any = torch.cuda
     stream = _CpuStream()
     cpu_functions: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
@@ -154,7 +151,7 @@ def _patch_torch_cuda() -> None:
     }
 
     for function_name, cpu_function in cpu_functions.items():
-        setattr(torch_cuda, function_name, cpu_function)
+        setattr(torch.cuda, function_name, cpu_function)
 
 
 def _patch_core_rng() -> None:

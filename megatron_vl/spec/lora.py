@@ -17,12 +17,11 @@ PEFT's ``target_parameters``. The names of released matrices are those of the mo
 which PEFT's files use as well.
 """
 
-import dataclasses
 import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
@@ -66,6 +65,12 @@ _LANGUAGE_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mlp.experts.linear_fc2": ("experts", ("mlp.experts.down_proj",)),
 }
 """Canonical name within a decoder layer -> (kind, released names within the layer)."""
+_VISION_NAMES: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
+    "qwen2_vl": (("mlp.fc1", "mlp.fc2"), ("mlp.0", "mlp.2")),
+    "qwen2_5_vl": (("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), ("mlp.0", "mlp.2")),
+    "later": (("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")),
+}
+"""Family -> released names of the linears of its tower's MLP, the last one last, and of a merger."""
 _LAYER = r"language_model\.decoder\.layers\.(\d+)\."
 _BLOCK = r"vision_model\.decoder\.layers\.(\d+)\."
 _WHOLE_MODULES = (
@@ -94,7 +99,7 @@ _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 class MixedLora(LoraConfig):
     """Adapters that differ in rank or alpha, as PEFT's patterns give them. A run only reads them."""
 
-    matrices: dict[str, tuple[int, float]] = dataclasses.field(default_factory=dict)
+    matrices: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Released matrix -> rank and alpha of its adapter."""
 
     __hash__ = LoraConfig.__hash__
@@ -141,10 +146,8 @@ class FusedLora:
         shape_a = (*expert_shape, sum(self.ranks), columns)
         shape_b = (*expert_shape, rows, max(self.ranks))
         return (
-            dataclasses.replace(
-                self.base, name=self.name_a, shape=shape_a, parallel_style=style_a, section_rows=()
-            ),
-            dataclasses.replace(self.base, name=self.name_b, shape=shape_b, parallel_style=style_b),
+            replace(self.base, name=self.name_a, shape=shape_a, parallel_style=style_a, section_rows=()),
+            replace(self.base, name=self.name_b, shape=shape_b, parallel_style=style_b),
         )
 
 
@@ -296,13 +299,13 @@ def freeze_parts_without_lora(config: TrainConfig, spec: ModelSpec) -> TrainConf
                 " lora.modules_to_save a module; leave out one of the two"
             )
 
-    model_config = dataclasses.replace(
+    model_config = replace(
         config.model,
         freeze_vision="vision" not in adapted_parts,
         freeze_merger="merger" not in adapted_parts,
         freeze_language="language" not in adapted_parts,
     )
-    return dataclasses.replace(config, model=model_config)
+    return replace(config, model=model_config)
 
 
 def row_runs(spec: ModelSpec, base: TensorInfo) -> list[tuple[int, int]]:
@@ -353,7 +356,7 @@ def _released_modules(spec: ModelSpec, base: TensorInfo) -> tuple[str, tuple[str
     if not name.startswith("vision_model."):
         return "", ()
 
-    mlp_names, merger_names = _vision_names(spec)
+    mlp_names, merger_names = _VISION_NAMES.get(spec.family, _VISION_NAMES["later"])
     if layer_match:
         suffixes = {
             "self_attention.linear_qkv": ("attn.qkv",),
@@ -368,15 +371,6 @@ def _released_modules(spec: ModelSpec, base: TensorInfo) -> tuple[str, tuple[str
         return "", ()
     merger = merger.replace("deepstack_mergers", "deepstack_merger_list")
     return "merger", (f"model.visual.{merger}.{merger_names[linear == 'linear_fc2']}",)
-
-
-def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
-    """Released names of the linears of a tower's MLP, the last one last, and of a merger."""
-    if spec.family == "qwen2_vl":
-        return ("mlp.fc1", "mlp.fc2"), ("mlp.0", "mlp.2")
-    if spec.family == "qwen2_5_vl":
-        return ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), ("mlp.0", "mlp.2")
-    return ("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")
 
 
 def _matching_names(

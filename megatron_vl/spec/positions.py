@@ -12,9 +12,8 @@ are always in merge-unit order (frame, unit row, unit column, row in unit, colum
 of HF's processors.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -62,7 +61,7 @@ def placeholder_runs(media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[Gr
     return [
         frame
         for grid in media_grids
-        for frame in [dataclasses.replace(grid, t=1, timestamps=())] * (grid.t if grid.kind == "video" else 1)
+        for frame in [replace(grid, t=1, timestamps=())] * (grid.t if grid.kind == "video" else 1)
     ]
 
 
@@ -96,8 +95,7 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
             f"medium {medium_number} ({kind}) needs {count} {kind} placeholders in one run; the text does not"
             " have them there"
         )
-    first_positions: list[int] = positions[starts].tolist()
-    return first_positions
+    return positions[starts].tolist()
 
 
 def mrope_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: ModelSpec) -> Tensor:
@@ -180,11 +178,10 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
 
     Frames stay together. Within a frame, windows are in row-major order. There are no empty windows.
     """
-    merge_unit = vision_spec.merge_unit
     frame_lengths = [grid.h * grid.w for grid in media_grids for _ in range(grid.t)]
     cu_seqlens = _cumulative_lengths(torch.tensor(frame_lengths, dtype=torch.int32))
     if not vision_spec.window_size:
-        return WindowOrder(torch.arange(sum(frame_lengths) // merge_unit), cu_seqlens, cu_seqlens)
+        return WindowOrder(torch.arange(sum(frame_lengths) // vision_spec.merge_unit), cu_seqlens, cu_seqlens)
 
     # Each merge unit gets the number of its window over all media. Sorting by it keeps the order within
     # windows.
@@ -203,7 +200,7 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
     window_of_unit = np.concatenate(window_numbers)
     unit_order = torch.from_numpy(window_of_unit.argsort(kind="stable"))
     units_per_window = torch.from_numpy(np.bincount(window_of_unit))
-    return WindowOrder(unit_order, cu_seqlens, _cumulative_lengths(units_per_window * merge_unit))
+    return WindowOrder(unit_order, cu_seqlens, _cumulative_lengths(units_per_window * vision_spec.merge_unit))
 
 
 def _cumulative_lengths(lengths: Tensor) -> Tensor:

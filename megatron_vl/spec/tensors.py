@@ -20,10 +20,9 @@ The full (TP 1) tensors follow these conventions:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from megatron_vl.spec.families import LanguageSpec, ModelSpec
@@ -106,7 +105,7 @@ class TensorInfo:
     @property
     def single_expert(self) -> TensorInfo:
         """One expert's matrix of a stack, as a dense tensor that only expert tensor parallelism cuts."""
-        return dataclasses.replace(self, shape=self.shape[1:], num_experts=0)
+        return replace(self, shape=self.shape[1:], num_experts=0)
 
     def shard_shape(self, sharding: Sharding) -> tuple[int, ...]:
         if self.num_experts:
@@ -123,13 +122,24 @@ def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
     return {info.name: info for info in [*_vision_tensors(spec), *_language_tensors(spec)]}
 
 
+def _adder(
+    tensor_infos: list[TensorInfo], prefix: str, section: str, layer_index: int = -1
+) -> Callable[..., None]:
+    """A function that appends a tensor of a section, whose name begins with ``prefix``."""
+
+    def add_tensor(
+        name: str, shape: tuple[int, ...], style: ParallelStyle = "replicated", **sizes: Any
+    ) -> None:
+        tensor_infos.append(TensorInfo(prefix + name, shape, style, section, layer_index, **sizes))
+
+    return add_tensor
+
+
 def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
     vision_spec, hidden_size = spec.vision, spec.vision.hidden_size
     merged_width, ffn_width = vision_spec.merge_unit * hidden_size, vision_spec.padded_ffn_hidden_size
     tensor_infos: list[TensorInfo] = []
-
-    def add_tensor(name: str, shape: tuple[int, ...], style: ParallelStyle = "replicated") -> None:
-        tensor_infos.append(TensorInfo(f"vision_model.{name}", shape, style, "vision"))
+    add_tensor = _adder(tensor_infos, "vision_model.", "vision")
 
     def add_norm(prefix: str, norm_width: int) -> None:
         add_tensor(f"{prefix}weight", (norm_width,))
@@ -168,22 +178,12 @@ def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
 
 def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
     language_spec = spec.language
-    hidden_size = language_spec.hidden_size
-    embedding_shape = (language_spec.vocab_size, hidden_size)
+    embedding_shape = (language_spec.vocab_size, language_spec.hidden_size)
     tensor_infos = [TensorInfo(EMBEDDING_TENSOR, embedding_shape, "column", "embedding")]
 
     for layer_index in range(language_spec.num_layers):
-
-        def add_tensor(
-            tensor_name: str,
-            shape: tuple[int, ...],
-            parallel_style: ParallelStyle = "replicated",
-            layer_index: int = layer_index,
-            **sizes: Any,
-        ) -> None:
-            full_name = f"language_model.decoder.layers.{layer_index}.{tensor_name}"
-            tensor_infos.append(TensorInfo(full_name, shape, parallel_style, "layer", layer_index, **sizes))
-
+        prefix = f"language_model.decoder.layers.{layer_index}."
+        add_tensor = _adder(tensor_infos, prefix, "layer", layer_index)
         if language_spec.has_linear_attention(layer_index):
             _linear_attention_tensors(language_spec, add_tensor)
         else:
@@ -191,7 +191,7 @@ def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
         _feed_forward_tensors(language_spec, language_spec.has_experts(layer_index), add_tensor)
 
     norm_name = "language_model.decoder.final_layernorm.weight"
-    tensor_infos.append(TensorInfo(norm_name, (hidden_size,), "replicated", "head"))
+    tensor_infos.append(TensorInfo(norm_name, (language_spec.hidden_size,), "replicated", "head"))
     if not language_spec.tied_embeddings:
         tensor_infos.append(TensorInfo(OUTPUT_TENSOR, embedding_shape, "column", "head"))
     return [*tensor_infos, *(_mtp_tensors(language_spec) if language_spec.has_mtp else [])]
@@ -201,15 +201,8 @@ def _mtp_tensors(language_spec: LanguageSpec) -> list[TensorInfo]:
     """The layer of multi-token prediction, which stands on the last stage with the output layer."""
     hidden_size = language_spec.hidden_size
     tensor_infos: list[TensorInfo] = []
-
-    def add_tensor(
-        name: str, shape: tuple[int, ...], style: ParallelStyle = "replicated", **sizes: Any
-    ) -> None:
-        tensor_infos.append(TensorInfo(f"{MTP_PREFIX}{name}", shape, style, "head", **sizes))
-
-    def add_layer_tensor(name: str, *arguments: Any, **sizes: Any) -> None:
-        add_tensor(f"decoder.layers.0.{name}", *arguments, **sizes)
-
+    add_tensor = _adder(tensor_infos, MTP_PREFIX, "head")
+    add_layer_tensor = _adder(tensor_infos, f"{MTP_PREFIX}decoder.layers.0.", "head")
     add_tensor("embedding_norm.weight", (hidden_size,))
     add_tensor("hidden_norm.weight", (hidden_size,))
     add_tensor("fc.weight", (hidden_size, 2 * hidden_size))

@@ -45,8 +45,7 @@ def show(options: ShowOptions) -> int:
 
 def verify(options: CheckpointVerifyOptions) -> int:
     step_dir = find_step_dir(options.path)
-    problems = verify_checkpoint(step_dir)
-    if problems:
+    if problems := verify_checkpoint(step_dir):
         print("\n".join(problems))
         print(f"{step_dir} is damaged; {ROLLBACK_ADVICE}, or start from weights that pass verification")
     else:

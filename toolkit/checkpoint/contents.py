@@ -14,8 +14,7 @@ def find_step_dir(run_or_step_dir: Path) -> Path:
 
     if (run_or_step_dir / "run.json").is_file():
         return run_or_step_dir
-    latest_checkpoint = find_latest_checkpoint(run_or_step_dir)
-    if latest_checkpoint is None:
+    if (latest_checkpoint := find_latest_checkpoint(run_or_step_dir)) is None:
         hint = f"; it holds only weights, which `megatron-vl verify {run_or_step_dir}` checks"
         raise FileNotFoundError(
             f"{run_or_step_dir} holds no checkpoint of a run: looked for run.json and step_ folders"

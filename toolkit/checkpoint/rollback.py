@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_vl.system import durable_files
-from megatron_vl.system.durable_files import drop_incomplete_line
 from megatron_vl.training.report.sinks import STEP_LOG_FILES
 from megatron_vl.training.state.keep import lock_run_dir, unlock_run_dir
 from megatron_vl.training.state.load import drop_loader_state, has_all_files
@@ -109,7 +108,7 @@ def _move_lines(log_path: Path, abandoned_path: Path, step: int) -> None:
         step_match = re.match(rb'\{"step": (\d+)', line)
         return step_match is not None and int(step_match[1]) > step
 
-    drop_incomplete_line(log_path)
+    durable_files.drop_incomplete_line(log_path)
     if not log_path.exists():
         return
     with log_path.open("rb") as lines:

@@ -51,8 +51,7 @@ def parse_layout(layout_text: str) -> LayoutSpec:
     Raises:
         UsageError: the text does not follow the grammar, names a size twice, or has sp without tp.
     """
-    match = _LAYOUT_PATTERN.fullmatch(layout_text.strip())
-    if match is None:
+    if (match := _LAYOUT_PATTERN.fullmatch(layout_text.strip())) is None:
         raise UsageError(f"{layout_text!r} is not a layout; valid: {LAYOUT_GRAMMAR}")
     parts = _PART_PATTERN.findall(match["sizes"])
     names = [key or word for key, _, word in parts]
@@ -78,7 +77,6 @@ def layout_sizes_text(sizes: Mapping[str, Any]) -> str:
 
 def parse_layouts(layouts_text: str) -> list[LayoutSpec]:
     """Parses comma-separated layouts. Raises UsageError like :func:`parse_layout`, and for no layout."""
-    layouts = [parse_layout(part) for part in layouts_text.split(",") if part.strip()]
-    if not layouts:
+    if not (layouts := [parse_layout(part) for part in layouts_text.split(",") if part.strip()]):
         raise UsageError(f"no layout is given; valid: {LAYOUT_GRAMMAR}")
     return layouts

@@ -12,10 +12,9 @@ import argparse
 import dataclasses
 import functools
 import textwrap
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
 
@@ -124,7 +123,7 @@ def build_parser(options_class: type[CommandOptions], program_name: str) -> argp
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # an option that is added later must not change what an abbreviation means
     )
-    type_hints, help_texts = typing.get_type_hints(options_class), field_docstrings(options_class)
+    type_hints, help_texts = get_type_hints(options_class), field_docstrings(options_class)
     for item in shown_options(options_class):
         name, settings = _parser_argument(item, type_hints[item.name])
         parser.add_argument(name, help=_option_help(item, help_texts[item.name]), **settings)
@@ -146,11 +145,11 @@ def _parser_argument(item: dataclasses.Field, type_hint: Any) -> tuple[str, dict
     if type_hint is bool:
         return option_flag(item.name), {"action": "store_true"}
     kind = type_hint
-    while typing.get_origin(kind) not in (None, Literal):  # the items of a list, or what is not None
-        kind = typing.get_args(kind)[0]
+    while get_origin(kind) not in (None, Literal):  # the items of a list, or what is not None
+        kind = get_args(kind)[0]
     settings: dict[str, Any] = {"metavar": facts.get("metavar") or None}
-    if typing.get_origin(kind) is Literal:
-        settings["choices"] = typing.get_args(kind)
+    if get_origin(kind) is Literal:
+        settings["choices"] = get_args(kind)
     else:
         settings["type"] = functools.partial(_read_number, kind, facts) if kind in (int, float) else kind
     if facts.get("several"):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +50,7 @@ class RecordOptions(CommandOptions):
         """The flags of the options that were given: those that have not their default."""
         return [
             option_flag(field.name)
-            for field in dataclasses.fields(RecordOptions)
+            for field in fields(RecordOptions)
             if field.name in RecordOptions.__annotations__ and getattr(self, field.name) != field.default
         ]
 

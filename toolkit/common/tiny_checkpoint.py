@@ -8,11 +8,10 @@ M-RoPE sections of different lengths, more embedding rows than tokens, and stack
 dimension first.
 """
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -142,8 +141,7 @@ def write_tiny_checkpoint(
             for name, tensor in tensors.items()
         }
     if family == "qwen3_vl_moe":  # released with the inputs first
-        stacks = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." in name}
-        tensors |= {name: stack.transpose(1, 2) for name, stack in stacks.items()}
+        tensors |= {n: stack.transpose(1, 2) for n, stack in tensors.items() if ".mlp.experts." in n}
     if tied:
         tensors.pop("lm_head.weight", None)
     if family in HYBRID_FAMILIES:
@@ -171,7 +169,7 @@ def write_small_files(
     _write_tokenizer(checkpoint_dir, vocabulary, bpe_merges)
     kinds = ["linear_attention"] * (sizes.full_attention_layers_of - 1) + ["full_attention"]
     values = {
-        **dataclasses.asdict(sizes),
+        **asdict(sizes),
         **{token: len(vocabulary) + i for i, token in enumerate(SPECIAL_TOKENS)},
         "tied": tied,
         "dtype": str(dtype).removeprefix("torch."),
@@ -219,8 +217,7 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(_random_values(name, noise, config))
+            parameter.copy_(_random_values(name, torch.randn(parameter.shape, generator=generator), config))
         if config["model_type"] in HYBRID_FAMILIES:
             _relate_keys_to_queries(model, config["text_config"])
 

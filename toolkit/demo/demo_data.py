@@ -83,8 +83,7 @@ def write_raw_data(raw_dir: Path) -> Path:
 
 
 def conversation_texts() -> list[str]:
-    others = DEMO_CONVERSATIONS[len(ANSWER_BY_IMAGE) :]
-    texts = [text for _, _, turns in others for text in turns.split("|")]
+    texts = [text for _, _, turns in DEMO_CONVERSATIONS[len(ANSWER_BY_IMAGE) :] for text in turns.split("|")]
     roles = ["system", "user", "assistant", "You are a helpful assistant."]
     return [IMAGE_QUESTION, *ANSWER_BY_IMAGE.values(), *texts, *roles]
 

@@ -271,9 +271,12 @@ def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float],
     status = json.loads(status_path.read_text()).get("datasets", {}).get(dataset_name, {})
     if reason := status.get("error_message") or status.get("skip_reason"):
         return {}, reason
-    numbers = {name: v for name, v in status.get("metrics", {}).items() if isinstance(v, (int, float))}
-    # A metric is NaN if no question of its kind was asked.
-    metrics = {name: value for name, value in numbers.items() if not math.isnan(value)}
+    metrics = {
+        name: value
+        for name, value in status.get("metrics", {}).items()
+        # A metric is NaN if no question of its kind was asked.
+        if isinstance(value, (int, float)) and not math.isnan(value)
+    }
     return metrics, "" if metrics else f"VLMEvalKit stopped at {status.get('status')!r}"
 
 
@@ -307,9 +310,8 @@ def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> list[str]:
         for name in sorted(expected.keys() ^ facts["metrics"].keys())
         if expected and facts["metrics"]  # otherwise VLMEvalKit's reason is a problem already
     ]
-    common = sorted(expected.keys() & converted.keys())
     return missing + [
         f"{name}: {expected[name]} and {converted[name]}"
-        for name in common
+        for name in sorted(expected.keys() & converted.keys())
         if converted[name] != expected[name]
     ]

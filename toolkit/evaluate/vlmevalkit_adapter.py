@@ -67,9 +67,8 @@ class VlmEvalKitModel:
 
         reply, _ = self.model.answerer.answer(self.model.encode(prompt))
         parts = prompt_turns(prompt)[-1][1]
-        prompt_text = json.dumps(prompt, default=str, sort_keys=True)
         line = {
-            "key": hashlib.sha256(prompt_text.encode()).hexdigest()[:16],
+            "key": hashlib.sha256(json.dumps(prompt, default=str, sort_keys=True).encode()).hexdigest()[:16],
             "question": "\n".join(str(part["value"]) for part in parts if part["type"] == "text"),
             "media": [str(part["value"]) for part in parts if part["type"] != "text"],
             "answer": reply.answer_text,

@@ -46,8 +46,7 @@ def exported_folder(checkpoint: Path, hf: str) -> Path:
         return checkpoint
     reader = WeightReader(checkpoint, takes_lora=True)
     step_dir = reader.path.parent
-    step = step_of_dir(step_dir)
-    if step is None:
+    if (step := step_of_dir(step_dir)) is None:
         raise UserError(
             f"{checkpoint} holds Megatron weights of no run; write a Hugging Face folder with `megatron-vl"
             " export` and give that"
@@ -189,8 +188,8 @@ def _encoded_samples(
         with closing(SampleReader(source)) as reader:
             for index in range(len(source)):
                 raw_sample = reader.read_sample(index, with_media=True)
-                encoded = row_encoder.preencode_sample(raw_sample)
-                encoded = row_encoder.sample_part(encoded, 0)  # the only one, if it is not cut
+                # Its first part, which is the only one if it is not cut.
+                encoded = row_encoder.sample_part(row_encoder.preencode_sample(raw_sample), 0)
                 refused = ["a document has no question"] if encoded.is_document else encoded.refused
                 row_encoder.dropped_samples.clear()
                 sample = None if refused else row_encoder.postencode_sample(encoded)

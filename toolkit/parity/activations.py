@@ -106,13 +106,12 @@ class MegatronActivationRecorder(ActivationRecorder):
                     self.record_output(deepstack_merger, f"DeepStack merger {k}")
                 self.record_output(tower.merger, VISION_MERGER)
             layer_numbers = trainer.layout.chunk_layers(self.grid.pp_rank, number)
-            decoder = chunk.language_model.decoder
-            for i, layer in zip(layer_numbers, decoder.layers, strict=True):
+            for i, layer in zip(layer_numbers, chunk.language_model.decoder.layers, strict=True):
                 if i == 0:
                     self.record_input(layer, "embeddings")
                 self.record_output(layer, f"decoder layer {i}")
             if chunk.post_process:
-                self.record_output(decoder.final_layernorm, "final norm")
+                self.record_output(chunk.language_model.decoder.final_layernorm, "final norm")
                 self.record_output(chunk.language_model.output_layer, LOGITS)
 
     def compare(

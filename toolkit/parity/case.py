@@ -1,10 +1,9 @@
 """Defines a case of the comparison (one layout of one model), and has the trainer build it."""
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -228,4 +227,4 @@ def draw_samples(
 
 
 def write_cases(cases: Sequence[ParityCase], cases_path: Path) -> None:
-    cases_path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
+    cases_path.write_text(json.dumps([asdict(case) for case in cases]))

@@ -173,11 +173,10 @@ def _case_fields(
     longest_row = max(sum(map(len, samples[start:end])) for start, end in rows)
     # All layouts get rows of one length, which each of them must be able to split.
     length_multiple = math.lcm(64, *(layout.tp * layout.cp for layout in options.layout_specs))
-    step_rows = [[f"sample:{i}" for i in range(*row)] for row in rows]
     case_fields: dict[str, Any] = {
         "hf": str(hf_dir),
         "weights": str(weights_dir),
-        "steps": [step_rows],
+        "steps": [[[f"sample:{i}" for i in range(*row)] for row in rows]],
         "seq_len": -(-longest_row // length_multiple) * length_multiple,
         "dtype": options.dtype,
         "samples": str(work_dir / "conversations.json"),

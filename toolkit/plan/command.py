@@ -62,9 +62,8 @@ def make_plan(options: PlanOptions) -> Plan:
 
 
 def _read_config(options: PlanOptions) -> TrainConfig:
-    run_args = [*options.fields, *(["--model.hf", options.hf] if options.hf else [])]
     try:
-        config = parse_config(run_args)
+        config = parse_config([*options.fields, *(["--model.hf", options.hf] if options.hf else [])])
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl plan --help explains every field") from error
     if not config.model.hf:

@@ -106,8 +106,7 @@ def train(options: TrainOptions) -> int:
 
             sys.stdout.flush()
             exit_code = launch.main([*launcher_arguments, "-m", "megatron_vl.train", *run_args])
-            is_done = exit_code == 0 and not launch.received_signals
-            if is_done and _is_first_node(options, launch_environment):
+            if exit_code == 0 and not launch.received_signals and _is_first_node(options, launch_environment):
                 _answer_samples(run_args, environment)
             return exit_code
 
@@ -120,8 +119,9 @@ def train(options: TrainOptions) -> int:
     # Imported late, because the process that only starts the ranks does not need Megatron-core.
     from megatron_vl.train import main
 
-    is_rank = launch_environment.is_rank
-    os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
+    os.environ.update(
+        launch_environment.rank_variables if launch_environment.is_rank else single_rank_variables()
+    )
     exit_code = main(run_args)
     if exit_code == 0 and os.environ["RANK"] == "0" and not requested_stop_signal():
         _answer_samples(run_args, environment)

@@ -2,13 +2,7 @@
 
 from converters.add_tokens import add_tokens
 from converters.compare import compare_weights, verify_checkpoint_hashes
-from converters.convert import (
-    WeightsReport,
-    convert_weights,
-    export_adapter,
-    export_weights,
-    reshard_weights,
-)
+from converters.convert import WeightsReport, convert_weights, export_adapter, export_weights, reshard_weights
 from megatron_vl.system.plurals import pluralize
 from megatron_vl.weights.run_folder import find_latest_checkpoint
 

@@ -132,10 +132,11 @@ def largest_gradient_error(heads_per_group: int, head_dim: int, gathers_keys: bo
         expected_output, float_heads, output_grad.float().transpose(0, 1)
     )
 
-    relative_errors = []
     references = (expected_output, *expected_gradients)
-    for result, reference in zip((attention_output, *gradients), references, strict=True):
-        relative_errors.append((result.float().transpose(0, 1) - reference).norm() / reference.norm())
+    relative_errors = [
+        (result.float().transpose(0, 1) - reference).norm() / reference.norm()
+        for result, reference in zip((attention_output, *gradients), references, strict=True)
+    ]
     # Not Python's max, which passes over NaN.
     return float(torch.stack(relative_errors).detach().max())
 

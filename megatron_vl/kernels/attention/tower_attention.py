@@ -288,14 +288,9 @@ def launch_query_grad(
     dqkv: Tensor,
 ) -> None:
     """Fills delta, which has the shape of lse, and the query's third of dqkv [P, h, 3, d]."""
-    planes = packed_qkv.flatten(0, 1)
-    descriptors = (
-        *make_part_descriptors(planes, tile.own_rows),
-        *make_part_descriptors(planes, tile.step_rows),
-    )
     kernel_tensors = attention_output, output_grad, lse, delta, dqkv, *angles, cu_seqlens
     extra_scalars = lse.shape[1], packed_qkv.shape[3] ** -0.5
-    launch_kernel(_query_grad_kernel, tile, packed_qkv, descriptors, kernel_tensors, *extra_scalars)
+    launch_kernel(_query_grad_kernel, tile, packed_qkv, kernel_tensors, *extra_scalars)
 
 
 def launch_key_grad(
@@ -309,12 +304,7 @@ def launch_key_grad(
     dqkv: Tensor,
 ) -> None:
     """Fills the key's and value's thirds of dqkv [P, h, 3, d]."""
-    planes = packed_qkv.flatten(0, 1)
-    descriptors = (
-        *make_part_descriptors(planes, tile.own_rows),
-        *make_part_descriptors(planes, tile.step_rows),
-        *make_part_descriptors(output_grad.transpose(0, 1), tile.step_rows),
-    )
+    gradient_descriptors = make_part_descriptors(output_grad.transpose(0, 1), tile.step_rows)
     # Descriptors end at the last patch: what follows was never written, and 0 * NaN would be NaN.
     statistic_shape = [lse.shape[0], packed_qkv.shape[2]]
     statistic_descriptors = (
@@ -325,35 +315,9 @@ def launch_key_grad(
         _key_grad_kernel,
         tile,
         packed_qkv,
-        (*descriptors, *statistic_descriptors),
-        (dqkv, *angles, cu_seqlens),
+        (*gradient_descriptors, *statistic_descriptors, dqkv, *angles, cu_seqlens),
         packed_qkv.shape[3] ** -0.5,
     )
-
-
-def attention_backward(
-    packed_qkv: Tensor,
-    attention_output: Tensor,
-    output_grad: Tensor,
-    lse: Tensor,
-    cu_seqlens: Tensor,
-    angles: tuple[Tensor, Tensor],
-    tiles: AttentionTiles,
-) -> Tensor:
-    """The gradient of query, key and value before their rotation, [P, h, 3, d].
-
-    Args:
-        angles: cos and sin of the rotation.
-    """
-    _, num_heads, patches, head_dim = packed_qkv.shape
-    dqkv = packed_qkv.new_empty(patches, num_heads, 3, head_dim)
-    delta = torch.empty_like(lse)
-    output_grad = output_grad.contiguous().view_as(attention_output)
-    launch_query_grad(
-        packed_qkv, attention_output, output_grad, lse, cu_seqlens, angles, tiles.query_tile, delta, dqkv
-    )
-    launch_key_grad(packed_qkv, output_grad, lse, cu_seqlens, angles, tiles.key_tile, delta, dqkv)
-    return dqkv
 
 
 class _TowerAttention(torch.autograd.Function):
@@ -370,9 +334,16 @@ class _TowerAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, output_grad: Tensor):
         packed_qkv, cos, sin, attention_output, lse, cu_seqlens = ctx.saved_tensors
-        dqkv = attention_backward(
-            packed_qkv, attention_output, output_grad, lse, cu_seqlens, (cos, sin), ctx.tiles
+        _, num_heads, patches, head_dim = packed_qkv.shape
+        # Before the rotation: [P, h, 3, d].
+        dqkv = packed_qkv.new_empty(patches, num_heads, 3, head_dim)
+        output_grad = output_grad.contiguous().view_as(attention_output)
+        shared = lse, cu_seqlens, (cos, sin)
+        delta = torch.empty_like(lse)
+        launch_query_grad(
+            packed_qkv, attention_output, output_grad, *shared, ctx.tiles.query_tile, delta, dqkv
         )
+        launch_key_grad(packed_qkv, output_grad, *shared, ctx.tiles.key_tile, delta, dqkv)
         return dqkv.flatten(1), None, None, None, None, None
 
 

@@ -145,14 +145,13 @@ def _part_widths(head_dim: int) -> tuple[int, int]:
     return first_width, max(16, next_power_of_2(head_dim - first_width)) if head_dim > first_width else 0
 
 
-def make_part_descriptors(planes: Tensor, tile_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+def make_part_descriptors(planes: Tensor, tile_rows: int) -> tuple[TensorDescriptor, ...]:
     """Descriptors of [planes, P, d] for both parts, in tiles of ``tile_rows`` rows."""
     shape, plane_strides = list(planes.shape), list(planes.stride())
-    first_descriptor, second_descriptor = (
+    return tuple(
         TensorDescriptor(planes, shape, plane_strides, [1, tile_rows, width or 16])
         for width in _part_widths(planes.shape[2])
     )
-    return first_descriptor, second_descriptor
 
 
 _THREAD_STATE = threading.local()
@@ -171,33 +170,22 @@ def _make_context_current(device: torch.device) -> None:
 
 
 def launch_kernel(
-    kernel: Any,
-    tile: KernelTile,
-    packed_qkv: Tensor,
-    descriptors: tuple[TensorDescriptor, ...],
-    tensors: tuple[Tensor, ...],
-    *extra_scalars: float,
+    kernel: Any, tile: KernelTile, packed_qkv: Tensor, tensors: tuple[Any, ...], *extra_scalars: float
 ) -> None:
-    """Launches a kernel. The last of ``tensors`` is cu_seqlens."""
+    """Launches a kernel, whose first arguments describe ``packed_qkv``. The last of ``tensors`` (or
+    descriptors) is cu_seqlens."""
     _, num_heads, num_patches, head_dim = packed_qkv.shape
+    planes = packed_qkv.flatten(0, 1)
     _make_context_current(packed_qkv.device)
     num_segments = tensors[-1].numel() - 1
     first_width, second_width = _part_widths(head_dim)
 
     kernel[(num_patches // tile.own_rows + num_segments, num_heads)](
-        *descriptors,
-        *tensors,
-        num_segments,
-        head_dim**-0.5 * math.log2(math.e),
-        *extra_scalars,
-        OWN=tile.own_rows,
-        STEP=tile.step_rows,
-        D=head_dim,
-        D1=first_width,
-        D2=second_width,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+        *make_part_descriptors(planes, tile.own_rows), *make_part_descriptors(planes, tile.step_rows),
+        *tensors, num_segments, head_dim**-0.5 * math.log2(math.e), *extra_scalars,
+        OWN=tile.own_rows, STEP=tile.step_rows, D=head_dim, D1=first_width, D2=second_width,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
 
 
 # --- The forward pass ---------------------------------------------------------------------------------------
@@ -307,14 +295,7 @@ def attention_forward(packed_qkv: Tensor, cu_seqlens: Tensor, tile: KernelTile) 
     attention_output = packed_qkv.new_empty(patches, num_heads, head_dim)
     # The size of a descriptor's rows must be a multiple of 16 bytes.
     lse = packed_qkv.new_empty(num_heads, cdiv(patches, 4) * 4, dtype=torch.float32)
-    planes = packed_qkv.flatten(0, 1)
-    descriptors = (
-        *make_part_descriptors(planes, tile.own_rows),
-        *make_part_descriptors(planes, tile.step_rows),
-    )
-    launch_kernel(
-        _forward_kernel, tile, packed_qkv, descriptors, (attention_output, lse, cu_seqlens), lse.shape[1]
-    )
+    launch_kernel(_forward_kernel, tile, packed_qkv, (attention_output, lse, cu_seqlens), lse.shape[1])
     return attention_output, lse
 
 
@@ -325,14 +306,7 @@ def pack_with_rope(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tens
     half_dim = head_dim // 2
     packed_qkv = qkv.new_empty(3, num_heads, patches, head_dim)
     _pack_kernel[(cdiv(patches, 32), num_heads)](
-        qkv,
-        packed_qkv,
-        cos,
-        sin,
-        patches,
-        HALF=half_dim,
-        TILE=next_power_of_2(half_dim),
-        ROWS=32,
-        num_warps=4,
-    )
+        qkv, packed_qkv, cos, sin, patches,
+        HALF=half_dim, TILE=next_power_of_2(half_dim), ROWS=32, num_warps=4,
+    )  # fmt: skip
     return packed_qkv

@@ -212,16 +212,10 @@ def _launch_kernel(
     program_heads = math.gcd(num_heads, HEADS_OF_PROGRAM) if has_small_tiles else 1
     loads_ahead = has_small_tiles and head_dim <= 128 and has_large_shared_memory(kernel_tensors[0].device)
     kernel[(num_windows, num_heads // program_heads)](
-        *kernel_tensors,
-        head_dim**-0.5,
-        num_heads,
-        HALF=half_dim,
-        BLOCK=block_patches,
-        TILE=max(16, next_power_of_2(half_dim)),
-        HEADS=program_heads,
-        STAGES=num_stages if loads_ahead else 1,
-        num_warps=num_warps if has_small_tiles else 8,
-    )
+        *kernel_tensors, head_dim**-0.5, num_heads,
+        HALF=half_dim, BLOCK=block_patches, TILE=max(16, next_power_of_2(half_dim)), HEADS=program_heads,
+        STAGES=num_stages if loads_ahead else 1, num_warps=num_warps if has_small_tiles else 8,
+    )  # fmt: skip
 
 
 def window_attention(

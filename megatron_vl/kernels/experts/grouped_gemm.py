@@ -230,20 +230,10 @@ def plan_tiles(rows_per_expert: Tensor, num_rows: int) -> TilePlan:
     expert_starts = rows_per_expert.new_empty(num_experts + 1, dtype=torch.int32)
     tile_table = rows_per_expert.new_empty(3, max_tiles, dtype=torch.int32)
     _plan_tiles_kernel[(max(1, cdiv(max_tiles, _PLAN_BLOCK_TILES)),)](
-        rows_per_expert,
-        expert_starts,
-        tile_table,
-        num_experts,
-        max_tiles,
-        ROWS=TILE_ROWS,
-        EXPERTS=next_power_of_2(num_experts),
-        BLOCK=_PLAN_BLOCK_TILES,
-    )
+        rows_per_expert, expert_starts, tile_table, num_experts, max_tiles,
+        ROWS=TILE_ROWS, EXPERTS=next_power_of_2(num_experts), BLOCK=_PLAN_BLOCK_TILES,
+    )  # fmt: skip
     return TilePlan(expert_starts, tile_table)
-
-
-def _allocate_scratch(size_bytes: int, alignment: int, stream: int | None) -> Tensor:
-    return torch.empty(size_bytes, dtype=torch.int8, device="cuda")
 
 
 def row_product(
@@ -272,18 +262,10 @@ def row_product(
     if output_rows.numel() and x.numel():
         max_tiles = tile_plan.tile_table.shape[1]
         _row_product_kernel[(max_tiles * cdiv(out_features, tile_config.tile_n),)](
-            x,
-            source_rows,
-            weight_addresses,
-            tile_plan.tile_table,
-            output_rows,
-            max_tiles,
-            x.shape[1],
+            x, source_rows, weight_addresses, tile_plan.tile_table, output_rows, max_tiles, x.shape[1],
             out_features,
-            TRANSPOSED=is_transposed,
-            GATHER=source_rows is not None,
-            **tile_config.launch_options(),
-        )
+            TRANSPOSED=is_transposed, GATHER=source_rows is not None, **tile_config.launch_options(),
+        )  # fmt: skip
     return output_rows
 
 
@@ -308,20 +290,14 @@ def weight_product(
     """
     if not x.shape[0] and accumulate:
         return
-    triton.set_allocator(_allocate_scratch)
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     row_tiles = cdiv(output_grad.shape[1], tile_config.tile_m)
     column_tiles = cdiv(x.shape[1], tile_config.tile_n)
     _weight_product_kernel[(grad_addresses.numel() * row_tiles * column_tiles,)](
-        output_grad,
-        x,
-        tile_plan.expert_starts,
-        grad_addresses,
-        dtype_like,
-        output_grad.shape[1],
+        output_grad, x, tile_plan.expert_starts, grad_addresses, dtype_like, output_grad.shape[1],
         x.shape[1],
-        ADD=accumulate,
-        **tile_config.launch_options(),
-    )
+        ADD=accumulate, **tile_config.launch_options(),
+    )  # fmt: skip
 
 
 class AddressTable:

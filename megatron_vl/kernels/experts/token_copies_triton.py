@@ -148,12 +148,7 @@ def gather_parts(y: Tensor, row_ids: Tensor) -> Tensor:
     )
     if gathered_parts.numel():
         _copy_parts_kernel[(cdiv(gathered_parts.numel(), _BLOCK_ELEMENTS),)](
-            gathered_parts,
-            row_ids,
-            y,
-            gathered_parts.numel(),
-            WIDTH=y.shape[1],
-            PACK=False,
-            BLOCK=_BLOCK_ELEMENTS,
-        )
+            gathered_parts, row_ids, y, gathered_parts.numel(),
+            WIDTH=y.shape[1], PACK=False, BLOCK=_BLOCK_ELEMENTS,
+        )  # fmt: skip
     return gathered_parts

@@ -209,20 +209,11 @@ def column_sums_and_rows(x: Tensor) -> tuple[Tensor, ScaledRows]:
 def add_programs(program_sums: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of fp32 [programs, ...] over the programs, in ``dtype``: [...]"""
     sums = torch.empty(program_sums.shape[1:], dtype=dtype, device=program_sums.device)
-    width = sums.numel()
-    if width:
+    if width := sums.numel():
         _column_kernel[cdiv(width, FINAL_COLUMNS), 1](
-            program_sums,
-            sums,
-            None,
-            None,
-            program_sums.shape[0],
-            WIDTH=width,
-            ROWS=FINAL_ROWS,
-            BLOCK=FINAL_COLUMNS,
-            STAGES=NUM_STAGES,
-            num_warps=NUM_WARPS,
-        )
+            program_sums, sums, None, None, program_sums.shape[0],
+            WIDTH=width, ROWS=FINAL_ROWS, BLOCK=FINAL_COLUMNS, STAGES=NUM_STAGES, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return sums
 
 

@@ -14,8 +14,6 @@ The sums of the programs are added in a fixed order, so that gradients are deter
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -125,14 +123,6 @@ def _backward_kernel(
             tl.store(grad_pointers + WIDTH, bias_grad, mask=column_mask)
 
 
-class _NormOptions(NamedTuple):
-    """One argument of autograd's function, which takes a microsecond for each."""
-
-    eps: float
-    is_zero_centered: bool
-    is_quantized: bool
-
-
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -142,8 +132,9 @@ class _ResidualNorm(torch.autograd.Function):
         added_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
-        norm_options: _NormOptions,
+        norm_options: tuple[float, bool, bool],
     ) -> tuple[Tensor, Tensor]:
+        eps, is_zero_centered, is_quantized = norm_options
         # Here rows need no view of their own, which autograd would record.
         x, added = x.contiguous(), None if added is None else added.contiguous()
         width = x.shape[-1]
@@ -156,13 +147,13 @@ class _ResidualNorm(torch.autograd.Function):
             "WIDTH": width,
             "BLOCK": next_power_of_2(width),
             "IS_CENTERED": bias is not None,
-            "WEIGHT_OFFSET": float(norm_options.is_zero_centered),
+            "WEIGHT_OFFSET": float(is_zero_centered),
         }
-        fp8_rows = keep_empty_rows(normalized) if norm_options.is_quantized else None
+        fp8_rows = keep_empty_rows(normalized) if is_quantized else None
         if num_rows:
             _forward_kernel[num_rows,](
                 x, added, added_bias, residual, weight, bias, normalized, means, inverse_stds,
-                *(fp8_rows or (None, None)), EPS=norm_options.eps, **ctx.options,
+                *(fp8_rows or (None, None)), EPS=eps, **ctx.options,
                 HAS_ADDED=added is not None, HAS_ADDED_BIAS=added_bias is not None,
                 IS_QUANTIZED=fp8_rows is not None, num_warps=_num_warps(width, FORWARD_COLUMNS_PER_WARP),
             )  # fmt: skip
@@ -245,5 +236,6 @@ def residual_norm(
     Returns:
         Two tensors of the shape and type of ``x``. The second shares its memory, unless something is added.
     """
-    norm_options = _NormOptions(eps, is_zero_centered, is_quantized)
+    # Autograd's functions take a microsecond for each argument.
+    norm_options = eps, is_zero_centered, is_quantized
     return _ResidualNorm.apply(x, added, added_bias, weight, bias, norm_options)

@@ -126,24 +126,15 @@ def swiglu_backward(
     if output_grad.numel():
         grid, options = _grid_and_options(output_grad, row_weights is not None)
         _backward_kernel[grid](
-            x,
-            row_weights,
-            output_grad,
-            x_grad,
-            row_weight_grads,
-            output,
-            output_grad.shape[1],
-            OUTPUT=with_output,
-            **options,
-        )
+            x, row_weights, output_grad, x_grad, row_weight_grads, output, output_grad.shape[1],
+            OUTPUT=with_output, **options,
+        )  # fmt: skip
     return x_grad, row_weight_grads, output
 
 
 def _grid_and_options(output_like: Tensor, is_weighted: bool) -> tuple[tuple[int, int], dict[str, int]]:
     num_rows, width = output_like.shape
-    block_columns = next_power_of_2(width)
-    if not is_weighted:
-        block_columns = min(block_columns, 2048)
+    block_columns = next_power_of_2(width if is_weighted else min(width, 2048))
     options = {
         "WEIGHTED": is_weighted,
         "BLOCK": block_columns,

@@ -207,47 +207,37 @@ def _launch_grid(x: Tensor) -> tuple[int]:
     return (cdiv(x.shape[1], _BLOCK_CHANNELS) * cdiv(x.shape[0], _BLOCK_TOKENS),)
 
 
-def forward(x: Tensor, weight: Tensor, segments: Tensor, halo: Tensor | None = None) -> Tensor:
-    """Runs the forward kernel on x [S, C], weight [C, 4], segments [S] and perhaps halo [3, C]."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _forward_kernel[_launch_grid(x)](
-        x, weight, segments, halo, out, x.shape[0], x.stride(0),
-        WIDTH=x.shape[1], TOKENS=_BLOCK_TOKENS, CHANNELS=_BLOCK_CHANNELS, HALO=halo is not None, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
-def backward(
-    x: Tensor, weight: Tensor, segments: Tensor, dout: Tensor, halo: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of x, weight and halo. The channels of ``dout`` [S, C] are contiguous."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dhalo = None if halo is None else torch.empty_like(halo)
-    token_blocks = cdiv(x.shape[0], _BLOCK_TOKENS)
-    dweight = torch.empty(token_blocks, 4, x.shape[1], dtype=torch.float32, device=x.device)
-    _backward_kernel[_launch_grid(x)](
-        x, weight, segments, halo, dout, dx, dweight, dhalo, x.shape[0], x.stride(0), dout.stride(0),
-        WIDTH=x.shape[1], TOKENS=_BLOCK_TOKENS, CHANNELS=_BLOCK_CHANNELS, HALO=halo is not None, num_warps=4,
-    )  # fmt: skip
-    return dx, dweight.sum(0).t().to(weight.dtype), dhalo
-
-
 class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, segments: Tensor, exchange: ShardExchange | None) -> Tensor:
         halo = None if exchange is None else exchange.halo(x, _CONV_WIDTH - 1)
         ctx.save_for_backward(x, weight, segments, halo)
         ctx.exchange = exchange
-        return forward(x, weight, segments, halo)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _forward_kernel[_launch_grid(x)](
+            x, weight, segments, halo, out, x.shape[0], x.stride(0), WIDTH=x.shape[1],
+            TOKENS=_BLOCK_TOKENS, CHANNELS=_BLOCK_CHANNELS, HALO=halo is not None, num_warps=4,
+        )  # fmt: skip
+        return out
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
         x, weight, segments, halo = ctx.saved_tensors
-        output_grad = output_grad if output_grad.stride(1) == 1 else output_grad.contiguous()
-        input_grad, weight_grads, dhalo = backward(x, weight, segments, output_grad, halo)
+        # Its channels must be contiguous.
+        dout = output_grad if output_grad.stride(1) == 1 else output_grad.contiguous()
+        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dhalo = None if halo is None else torch.empty_like(halo)
+        token_blocks = cdiv(x.shape[0], _BLOCK_TOKENS)
+        dweight = torch.empty(token_blocks, 4, x.shape[1], dtype=torch.float32, device=x.device)
+        _backward_kernel[_launch_grid(x)](
+            x, weight, segments, halo, dout, dx, dweight, dhalo, x.shape[0], x.stride(0), dout.stride(0),
+            WIDTH=x.shape[1], TOKENS=_BLOCK_TOKENS, CHANNELS=_BLOCK_CHANNELS, HALO=halo is not None,
+            num_warps=4,
+        )  # fmt: skip
+        weight_grad = dweight.sum(0).t().to(weight.dtype)
         if dhalo is not None:
-            ctx.exchange.add_halo_gradients(dhalo, input_grad)
-        return input_grad, weight_grads, None, None
+            ctx.exchange.add_halo_gradients(dhalo, dx)
+        return dx, weight_grad, None, None
 
 
 def is_supported(x: Tensor, weight: Tensor) -> bool:

@@ -71,9 +71,10 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
     last_sequence = bisect_right(cu_seqlens, shard_end - 1) - 1
 
     # A shard lies within one sequence if no bound is in it, its edges included.
-    any_spanned = False
-    for other_start in range(0, row_length, length):
-        any_spanned |= bisect_left(cu_seqlens, other_start) == bisect_right(cu_seqlens, other_start + length)
+    any_spanned = any(
+        bisect_left(cu_seqlens, other_start) == bisect_right(cu_seqlens, other_start + length)
+        for other_start in range(0, row_length, length)
+    )
 
     return ShardRoute(
         rank=rank,
@@ -176,8 +177,7 @@ class ShardExchange:
         """
         halo_length, length = len(halo_gradient), len(x_gradient)
         tail_length = min(halo_length, length)
-        halo_tokens = min(halo_length, self.route.tokens_before)
-        halo_gradient[: halo_length - halo_tokens] = 0
+        halo_gradient[: halo_length - min(halo_length, self.route.tokens_before)] = 0
         all_gradients = self.gather(halo_gradient.contiguous())
 
         # The halo of rank i ends where the shard of the rank before it ends.

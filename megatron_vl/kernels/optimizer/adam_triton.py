@@ -68,26 +68,20 @@ def split_master(master_weight: Tensor, weight: Tensor, low_bits: Tensor, exp_av
     """master and exp_avg_sq fp32 [N], weight bf16 [N], low int16 [N]; N below 2^31."""
     if count := master_weight.numel():
         _split_kernel[(cdiv(count, HALVES_BLOCK),)](
-            master_weight.view(torch.int32),
-            weight.view(torch.int16),
-            low_bits,
-            exp_avg_sq.view(torch.int32),
-            count,
+            master_weight.view(torch.int32), weight.view(torch.int16), low_bits,
+            exp_avg_sq.view(torch.int32), count,
             BLOCK=HALVES_BLOCK,
-        )
+        )  # fmt: skip
 
 
 def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_weight: Tensor) -> None:
     """weight bf16 [N], low int16 [N], master and exp_avg_sq fp32 [N]; N below 2^31."""
     if count := master_weight.numel():
         _join_kernel[(cdiv(count, HALVES_BLOCK),)](
-            weight.view(torch.int16),
-            low_bits,
-            exp_avg_sq.view(torch.int32),
-            master_weight.view(torch.int32),
-            count,
+            weight.view(torch.int16), low_bits, exp_avg_sq.view(torch.int32),
+            master_weight.view(torch.int32), count,
             BLOCK=HALVES_BLOCK,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
@@ -199,15 +193,8 @@ def adam_step(
         bytes and sizes of 8 elements, which is faster.
     """
     _adam_step_kernel[(len(slice_of_block),)](
-        slice_table,
-        slice_of_block,
-        coefficient_table,
-        exp_avg.view(torch.int16),
-        exp_avg_sq.view(torch.int16),
-        low_bits,
-        HALVES=has_split_master,
-        ALIGNED=is_aligned,
-        BLOCK=BLOCK_ELEMENTS,
-        num_warps=8,
+        slice_table, slice_of_block, coefficient_table, exp_avg.view(torch.int16),
+        exp_avg_sq.view(torch.int16), low_bits,
+        HALVES=has_split_master, ALIGNED=is_aligned, BLOCK=BLOCK_ELEMENTS, num_warps=8,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip

@@ -38,7 +38,8 @@ def split_master(master_weight: Tensor, weight: Tensor, low_bits: Tensor, exp_av
 
     for master, upper, low, moment in _in_blocks(master_weight, weight, low_bits, exp_avg_sq):
         upper.copy_(master)
-        difference = master.view(torch.int32) - _upper_bits(upper)
+        # Those of bf16 numbers are the upper bits of fp32 numbers.
+        difference = master.view(torch.int32) - (upper.view(torch.int16).to(torch.int32) << 16)
         low.copy_(difference)
         moment.copy_(torch.where(difference == TIE_DIFFERENCE, -moment, moment))
 
@@ -65,8 +66,3 @@ def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_wei
 def _in_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors' parts, one after another: what is computed of them stays in a core's cache."""
     return zip(*(tensor.split(_BLOCK_ELEMENTS) for tensor in tensors), strict=True)
-
-
-def _upper_bits(weight: Tensor) -> Tensor:
-    """The bits of bf16 numbers as int32 bits of fp32 numbers."""
-    return weight.view(torch.int16).to(torch.int32) << 16

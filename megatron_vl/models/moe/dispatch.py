@@ -61,11 +61,10 @@ class RowCountExchange:
     _copy_stream: torch.cuda.Stream | None = None
 
     def __init__(self, to_rank: Tensor, to_expert: Tensor, process_group: dist.ProcessGroup) -> None:
-        ranks = to_rank.shape[1]
-        experts = to_expert.sum(0).view(ranks, -1)
+        experts = to_expert.sum(0).view(to_rank.shape[1], -1)
         # The table is [sent or received, rank, 1 + local experts]. The last dim holds the number of rows,
         # then that for each expert: for sent rows, an expert of that rank; for received rows, of this rank.
-        self._count_table = experts.new_empty(2, ranks, 1 + experts.shape[1])
+        self._count_table = experts.new_empty(2, len(experts), 1 + experts.shape[1])
         self._count_table[0, :, 0] = to_rank.sum(0)
         self._count_table[0, :, 1:] = experts
         # Asynchronous: the host needs the numbers only when it allocates what rows are received into.
@@ -143,7 +142,6 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, row_grads: Tensor, prob_grads: Tensor):
-        splits = ctx.splits
         transfers = []
         input_grads: list[Tensor | None] = [None, None]
         for i, received_grad in ((1, prob_grads), (0, row_grads)):
@@ -151,14 +149,13 @@ class _ExchangeRows(torch.autograd.Function):
                 continue
             # Rows after the sent ones are never read.
             full_grad = received_grad.new_empty(ctx.lengths[i], received_grad.shape[1])
-            sent_part = full_grad[: sum(splits.rows_sent)]
             received_grad = received_grad.contiguous()
             transfers.append(
                 dist.all_to_all_single(
-                    sent_part,
+                    full_grad[: sum(ctx.splits.rows_sent)],
                     received_grad,
-                    splits.rows_sent,
-                    splits.rows_received,
+                    ctx.splits.rows_sent,
+                    ctx.splits.rows_received,
                     group=ctx.group,
                     async_op=True,
                 )

@@ -209,8 +209,7 @@ class PlannedLinear:
             tile_plan, row_weights = m_splits
             arguments = x, row_weights, tile_plan, weights, not is_recomputing()
             return _ActivatedLinear.apply(*arguments, *weights.autograd_inputs()), None
-        known = known_output(weights)
-        output = _GroupedLinear.apply(x, m_splits, weights, known, *weights.autograd_inputs())
+        output = _GroupedLinear.apply(x, m_splits, weights, known_output(weights), *weights.autograd_inputs())
         if m_splits.source_rows is not None:
             keep_output("experts", weights, output)
         return output, None
@@ -247,10 +246,9 @@ class GroupedExperts(TEGroupedMLP):
             return super().forward(hidden_states, rows, row_probs, *buffers)
 
         # The plan is made on the device from the counts there, so that the host does not wait for them.
-        if isinstance(rows, ExpertRows):
-            tile_plan = plan_gather(rows)
-        else:
-            tile_plan = plan_tiles(rows, hidden_states.shape[0])
+        tile_plan = (
+            plan_gather(rows) if isinstance(rows, ExpertRows) else plan_tiles(rows, len(hidden_states))
+        )
         intermediate_states, _ = self.linear_fc1(hidden_states, tile_plan)
         row_plan = tile_plan.without_gather()
 

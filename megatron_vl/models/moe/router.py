@@ -180,8 +180,7 @@ def reset_router_counts(chunks: Iterable[nn.Module], device_rows: Sequence[Devic
 
     Collective over the data-parallel and context-parallel ranks, without host synchronisation.
     """
-    local_routers = list(iterate_routers(chunks))
-    if not local_routers:
+    if not (local_routers := list(iterate_routers(chunks))):
         return
 
     loss_tokens = torch.stack([(row.loss_mask != 0).sum() for row in device_rows]).sum(dtype=torch.float64)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from megatron_vl.spec.families.rope import (
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class VisionSpec:
     """The vision tower. Lengths are in elements, ``window_size`` in pixels."""
 
@@ -100,7 +99,7 @@ class VisionSpec:
         return self.window_size == 0 or layer_index in self.full_attention_layers
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class MoeSpec:
     """The mixture of experts that replaces a decoder layer's MLP."""
 
@@ -118,7 +117,7 @@ class MoeSpec:
     """FFN width of the shared expert, which has its own gate and processes every token; 0: there is none."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class LinearAttentionSpec:
     """Gated DeltaNet (arXiv 2412.06464), the linear attention that replaces softmax attention in some layers.
 
@@ -151,7 +150,7 @@ class LinearAttentionSpec:
         return self.value_heads * self.key_dim * (self.key_dim + self.value_dim)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class LanguageSpec:
     hidden_size: int
     num_layers: int
@@ -229,7 +228,7 @@ class LanguageSpec:
         return self.moe is not None and layer_index not in self.moe.dense_layers
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ModelSpec:
     """One model: its family, its two halves, its special tokens, and the HF config that describes it."""
 
@@ -241,7 +240,7 @@ class ModelSpec:
     vision_start_token_id: int
     vision_end_token_id: int
     initializer_range: float = 0.02
-    hf_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    hf_config: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __hash__(self) -> int:
         # The estimate looks up what it has cached thousands of times; these fields tell most models apart.
@@ -325,11 +324,10 @@ def _config_with_layers(
     if text_fields.get("layer_types"):
         text_fields["layer_types"] = text_fields["layer_types"][: language_spec.num_layers]
 
-    vision_fields = config["vision_config"]
-    vision_fields["depth"] = vision_spec.num_layers
+    config["vision_config"]["depth"] = vision_spec.num_layers
     if vision_spec.position_table_side:
         # From Qwen3-VL on, a missing field means layers 8, 16 and 24, which the tower may not have.
-        vision_fields["deepstack_visual_indexes"] = list(vision_spec.deepstack_layers)
+        config["vision_config"]["deepstack_visual_indexes"] = list(vision_spec.deepstack_layers)
     return config
 
 

@@ -7,6 +7,7 @@ contradict each other, of which one would be read in silence, and those with fil
 import hashlib
 import json
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,12 @@ def fp8_block_size(config: dict[str, Any]) -> tuple[int, int] | None:
         return None
     block_size = fields.get("weight_block_size")
     usual = {"fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float"}
-    if not isinstance(block_size, list) or [type(side) for side in block_size] != [int, int]:
-        return None
-    if min(block_size) < 1 or any(fields.get(name, value) != value for name, value in usual.items()):
+    if (
+        not isinstance(block_size, list)
+        or [type(side) for side in block_size] != [int, int]
+        or min(block_size) < 1
+        or any(fields.get(name, value) != value for name, value in usual.items())
+    ):
         return None
     return block_size[0], block_size[1]
 
@@ -153,11 +157,9 @@ def _check_quantised_tensors(hf_path: Path, is_fp8: bool) -> None:
     weight_map = _weight_map(hf_path)
     first_path = hf_path / Path(min(weight_map.values(), default=SINGLE_FILE)).name
     types: dict[str, str] = {}
-    try:
-        with safe_open(first_path, framework="numpy") as weights:
-            types = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError):
-        pass  # the reader of weights says what is wrong
+    # The reader of weights says what is wrong.
+    with suppress(SafetensorError, OSError), safe_open(first_path, framework="numpy") as weights:
+        types = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     valid_types = (*_WEIGHT_TYPES, "F8_E4M3") if is_fp8 else _WEIGHT_TYPES
 
     def is_quantised(name: str) -> bool:

@@ -58,13 +58,12 @@ def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
     if sparse_step < 1:
         raise ConfigError(f"config.json: decoder_sparse_step {sparse_step} must be at least 1")
     mlp_layers, num_layers = text_fields.get("mlp_only_layers") or (), required_field("num_hidden_layers")
-    dense_layers = tuple(i for i in range(num_layers) if i in mlp_layers or (i + 1) % sparse_step)
     router_logits = text_fields.get("output_router_logits", config.get("output_router_logits", False))
     return MoeSpec(
         num_experts=num_experts,
         top_k=top_k,
         ffn_hidden_size=required_field("moe_intermediate_size"),
         aux_loss_coef=float(text_fields.get("router_aux_loss_coef", 0.001)),
-        dense_layers=dense_layers,
+        dense_layers=tuple(i for i in range(num_layers) if i in mlp_layers or (i + 1) % sparse_step),
         output_router_logits=bool(router_logits),
     )

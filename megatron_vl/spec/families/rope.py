@@ -176,11 +176,13 @@ def read_yarn(config: dict[str, Any]) -> YarnSpec | None:
         raise ConfigError(
             f"config.json: beta_fast {beta_fast} of YaRN must be at least beta_slow {beta_slow}"
         )
-    original_length, attention_factor = (
+    return YarnSpec(
+        factor,
         _original_length(config, rope_fields),
         _attention_factor(rope_fields, factor),
+        beta_fast,
+        beta_slow,
     )
-    return YarnSpec(factor, original_length, attention_factor, beta_fast, beta_slow)
 
 
 def _refuse_unknown(fields: Mapping[str, Any]) -> None:
