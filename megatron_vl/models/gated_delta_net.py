@@ -126,10 +126,12 @@ class GatedDeltaNet(nn.Module):
         mix_tokens = partial(self._mix_tokens, exchange=exchange)
         # Selective recomputation leaves out the two products, as core's does for softmax attention.
         if self.recompute_mixing and self.training and torch.is_grad_enabled():
-            mix_tokens = partial(checkpoint, mix_tokens, False)
+            mixed_states = checkpoint(mix_tokens, False, projected, segment_ids)
+        else:
+            mixed_states = mix_tokens(projected, segment_ids)
 
         # The bias is returned and not added, because core fuses it with dropout and the residual.
-        return self.out_proj(mix_tokens(projected, segment_ids)[:, None])
+        return self.out_proj(mixed_states[:, None])
 
     def _segments_and_exchange(self, row: PackedRow, num_tokens: int) -> tuple[Tensor, ShardExchange | None]:
         """The sequence numbers of this rank's tokens, and the exchange if any sequence crosses an edge."""
