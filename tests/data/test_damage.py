@@ -1,6 +1,5 @@
 """Training uses, or counts and names, every sample of damaged data; nothing hangs or ends silently."""
 
-import dataclasses
 import errno
 import gc
 import io
@@ -144,7 +143,7 @@ def test_dropped_sample_names_its_input_record(tmp_path):
     dropped = next(loader(path)).dropped_samples[0]
     names = {"shard": "train-000000.tar", "source": "in.json record 3", "data_set": "", "key": "000000002"}
     why = {"reason": "longer than seq_len", "detail": dropped.detail, "size": dropped.size}
-    assert dataclasses.asdict(dropped) == names | why
+    assert vars(dropped) == names | why
     assert dropped.detail.startswith(f"{dropped.size} tokens") and dropped.size > 400
     assert "tokens do not fit into data.seq_len 320" in dropped.detail
 

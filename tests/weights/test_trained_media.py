@@ -12,13 +12,8 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import PROBE_TURNS, ChatEncoder
 from megatron_vl.data.sample.chat_template import TOOLS_TEMPLATE, read_run_template
 from megatron_vl.data.sample.pixel_settings import media_limits_note
-from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.families.hf_folder import (
-    chat_template_note,
-    compute_tokenizer_digest,
-    read_chat_template,
-    text_digests,
-)
+from megatron_vl.spec.families import hf_folder, read_spec
+from megatron_vl.spec.families.hf_folder import chat_template_note, read_chat_template, text_digests
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import WeightsError
 from megatron_vl.weights.trained_media import exported_media
@@ -111,7 +106,7 @@ def test_export_compares_a_tokenizer_without_tokenizer_json(hf: Path, step: Path
     (hf / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     (hf / "merges.txt").write_text("\n".join(merges) + "\n")
-    digest = compute_tokenizer_digest(ChatEncoder(hf, read_spec(hf)).tokenizer.backend_tokenizer)
+    digest = hf_folder.compute_tokenizer_digest(ChatEncoder(hf, read_spec(hf)).tokenizer.backend_tokenizer)
     write_run_json(step, {"fields": RUN_FIELDS | {"tokenizer": digest}})
     export_weights(step, hf, tmp_path / "out")
 
