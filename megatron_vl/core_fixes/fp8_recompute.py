@@ -1,18 +1,19 @@
-"""Recomputation under FP8 with delayed scaling, by Transformer Engine.
+"""Recomputation in FP8 with delayed scaling, by Transformer Engine.
 
-The first module of an FP8 region reduces all gradients' amaxes over the ranks, last in its backward pass. A
-module that runs again finds itself first in a region of its own: so do all linears of each layer, and after
-them, outside FP8, a norm of the tower, whose backward pass comes first in rows without images and last in
-others. Ranks whose rows differ then waited for each other for ever.
+The first module of an FP8 region reduces the amaxes of all gradients over the ranks after its backward pass.
+While a layer is recomputed, each of its linears counts as first. After it, so does a norm of the tower, which
+is not in FP8: its backward pass comes first in a row without images and last in any other. Ranks with
+different rows then enter different collectives, and hang.
 """
 
 from typing import Any
 
 
 def reduce_amaxes_once() -> None:
-    """Makes layers that run again leave amaxes to the layer that ran first. Idempotent.
+    """Makes only the layer that ran first in an FP8 region reduce amaxes when it is recomputed. Idempotent.
 
-    Such layers may not begin a region without linears: no module would reduce the gradients' amaxes.
+    That layer must have a linear in FP8: otherwise, no module reduces the gradients' amaxes. Pipeline chunks
+    with different numbers of layers take each other's flags, which only moves a reduction to another layer.
     """
     from transformer_engine.pytorch.distributed import activation_recompute_forward as Recompute
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
@@ -24,8 +25,8 @@ def reduce_amaxes_once() -> None:
     def enter_nested(self: Any) -> None:
         if self.recompute_phase:
             self.flag_outside = Manager.quantization_state.is_first_fp8_module
-            Manager.quantization_state.autocast_depth += 1  # so that no region begins within
-            flags.insert(0, flags.pop())  # the last layer runs again first, and `enter` takes flags[0]
+            Manager.quantization_state.autocast_depth += 1  # an outermost region would reduce
+            flags.insert(0, flags.pop())  # `enter` takes flags[0], but the last layer is recomputed first
         enter(self)
 
     def leave_nested(self: Any, *error: Any) -> None:

@@ -218,7 +218,7 @@ def on_gpu() -> dict[str, float]:
         "SwiGLU beyond FP8": fp8_swiglu_error(*(torch.randn(64, n * 128, **bf16) for n in (2, 1)), 65536.0),
         "SwiGLU in FP8 between linears": fp8_mlp_error(1024, 512, 1376),
         "linear of Transformer Engine": linear_error(17_724, 1280, 3840),
-        "amaxes of layers that run again": repeated_reductions(),
+        "reductions of amaxes, two linears recomputed": repeated_reductions(),
         "SwiGLU with a bias": activation_error("silu", 17_724, 3456, is_gated=True, **bf16),
         "GELU with a bias": activation_error("gelu_tanh", 17_724, 4352, **bf16),
         "QuickGELU with a bias": activation_error("quick_gelu", 1001, 2565, **bf16),
@@ -352,7 +352,7 @@ def linear_error(rows: int, width_in: int, width_out: int) -> float:
 
 
 def repeated_reductions() -> float:
-    """Of two linears that run again, beside a norm: those beyond one forward and one backward."""
+    """Of amaxes, with two recomputed linears and a norm: those beyond one forward and one backward."""
     from transformer_engine.common.recipe import DelayedScaling
     from transformer_engine.pytorch import Linear, RMSNorm, checkpoint, fp8_autocast
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
