@@ -51,11 +51,14 @@ def _pass_text(resolved_run: ResolvedRun) -> str:
     config = resolved_run.config
     if config.data.is_synthetic:
         return "random rows have no end"
+    not_known = "the steps of a pass over the data are not known"
+    if resolved_run.facts_by_split["train"].datasets_without_sizes:
+        return f"{not_known}: the first start measures the samples"
     encoder = open_encoder(config.data, resolved_run.spec, config.model.hf)
     try:
         data_statistics = count_statistics(encoder, config.model.hf)
-    except UserError:
-        return "the steps of a pass over the data are not known: the first start measures the samples"
+    except UserError as error:
+        return f"{not_known}: {error}"
     text = describe_pass(data_statistics.pass_facts(config.global_batch_size), fills_rows=config.steps > 0)
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in data_statistics.left_out_reasons().items())
     return f"{text}; left out of {data_statistics.num_samples:,} samples: {reasons}" if reasons else text
