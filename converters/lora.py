@@ -61,10 +61,11 @@ def _part_views(
         # The columns of a tower's matrix may be padded.
         part_a = canonical_a[first_row : first_row + part.rank, : matrix_shapes[part.hf_name][1]]
         first_row += part.rank
+        weight_name = f"{part.hf_name}.weight"
         pieces_b = [
             (slice(b.part_row, b.part_row + b.rows), canonical_b[b.row : b.row + b.rows, : part.rank])
             for b in base_blocks
-            if long_tensor_name(str(b.part_id)) == f"{part.hf_name}.weight"
+            if long_tensor_name(str(b.part_id)) == weight_name
         ]
         yield part.hf_name, part_a, pieces_b
 

@@ -212,8 +212,9 @@ class PeftFolder:
     def _read_factors(self) -> dict[str, MatrixFactors]:
         matrix_shapes = released_matrices(self.spec)
         modules = self._tensors_by_module()
+        module_names = matrix_shapes.keys() | modules.keys()
         self._pattern_entries = {
-            setting: self._resolve_patterns(setting, matrix_shapes.keys() | modules.keys())
+            setting: self._resolve_patterns(setting, module_names)
             for setting in ("rank_pattern", "alpha_pattern")
         }
         factors: dict[str, MatrixFactors] = {}

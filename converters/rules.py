@@ -250,8 +250,9 @@ def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[Co
         if name_entry is None:
             raise ValueError(f"{spec.family}: no rule for tensor {tensor_info.name!r}")
 
-        # Only the first "*" is the layer. A second one is an expert, whose number the rule fills in.
-        layer = number_match[1] if number_match else "*"
-        hf_names = tuple(name.replace("*", layer, 1) for name in name_entry.hf_names)
+        hf_names = name_entry.hf_names
+        if number_match:
+            # Only the first "*" is the layer. A second one is an expert, whose number the rule fills in.
+            hf_names = tuple(name.replace("*", number_match[1], 1) for name in hf_names)
         rules.append(name_entry.make_rule(spec, tensor_info, hf_names))
     return rules

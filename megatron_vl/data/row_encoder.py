@@ -327,9 +327,8 @@ class RowEncoder:
             source_index: number of the source in the blend for which a row of padding counts.
         """
         usable = self.usable_samples(samples)
-        pad_token = self.chat_encoder.tokenizer.pad_token_id
-        if pad_token is None or pad_token >= self.spec.language.vocab_size:
-            pad_token = padding_token(self.spec)
+        pad_token = self.chat_encoder.pad_token_id
+        pad_token = padding_token(self.spec) if pad_token is None else pad_token
         padding = TokenizedSample(torch.tensor([pad_token]), torch.zeros(1, dtype=torch.bool))
         row = pack_row(
             [self.postencode_sample(sample) for sample in usable] or [padding],

@@ -108,8 +108,8 @@ def _sort_key(time: RunPrediction) -> tuple:
 
 def _size_groups(request: SearchRequest) -> list[RunPrediction]:
     """The step of all possible sizes and placements, without recomputation and with the least offload."""
-    groups, refusals, spec = [], [], request.spec
-    rows = assumed_rows(request.config, spec)
+    groups, spec, rows = [], request.spec, assumed_rows(request.config, request.spec)
+    refusal: Exception | None = None
     run = with_offload_fraction(request.config, request.offload_shares[0])
     run = dataclasses.replace(run, recompute=request.recomputes[0][0])
     check_field_ranges(run)
@@ -125,9 +125,9 @@ def _size_groups(request: SearchRequest) -> list[RunPrediction]:
                 layout = planned_layout(placed, spec)
                 groups.append(RunPrediction(placed, spec, layout, dp, request.gpu, rows, flops))
         except (RunConfigError, LayoutError) as error:
-            refusals.append(error)
+            refusal = refusal or error
     if not groups:
-        raise RunConfigError(f"no layout of {request.world_size} GPUs is possible: {refusals[0]}")
+        raise RunConfigError(f"no layout of {request.world_size} GPUs is possible: {refusal}")
     return groups
 
 

@@ -146,6 +146,10 @@ class ChatEncoder:
         self._written_features = {"reasoning_content": "reasoning_content" in self.chat_template}
         """Which features the template writes: of :data:`PROBES`, as far as it was asked."""
 
+        pad_token = self.tokenizer.pad_token_id
+        self.pad_token_id: int | None = (
+            pad_token if pad_token is not None and pad_token < spec.language.vocab_size else None
+        )
         if self.given_template:
             self._check_given_template()
 

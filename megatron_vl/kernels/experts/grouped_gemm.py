@@ -236,6 +236,10 @@ def plan_tiles(rows_per_expert: Tensor, num_rows: int) -> TilePlan:
     return TilePlan(expert_starts, tile_table)
 
 
+def _allocate_scratch(size_bytes: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.int8, device="cuda")
+
+
 def row_product(
     x: Tensor,
     weight_addresses: Tensor,
@@ -290,7 +294,7 @@ def weight_product(
     """
     if not x.shape[0] and accumulate:
         return
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    triton.set_allocator(_allocate_scratch)
     row_tiles = cdiv(output_grad.shape[1], tile_config.tile_m)
     column_tiles = cdiv(x.shape[1], tile_config.tile_n)
     _weight_product_kernel[(grad_addresses.numel() * row_tiles * column_tiles,)](
