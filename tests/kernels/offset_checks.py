@@ -231,9 +231,8 @@ def launch_all() -> None:
     run(causal_conv_triton.causal_conv(absent(TOKENS, 12288), absent(12288, 4), segments))
     heads = absent(TOKENS, 64, 128)
     run(gated_norm_triton.gated_norm(heads, absent(TOKENS, 64, 128), absent(128), 1e-6))
-    query, key = absent(TOKENS, 16, 128), absent(TOKENS, 16, 128)
-    decay = absent(TOKENS, 64, dtype=torch.float32)
-    value, beta = absent(TOKENS, 64, 128), absent(TOKENS, 64)
+    query, key, value = absent(TOKENS, 16 + 16 + 64, 128).split((16, 16, 64), dim=1)
+    decay, beta = absent(TOKENS, 64, dtype=torch.float32), absent(TOKENS, 64)
     run(gated_delta_rule(query, key, value, decay, beta, segments))
     # The same as the shard of a longer row, amid a document.
     state = absent(64, 128, 128, dtype=torch.float32, grad=False)

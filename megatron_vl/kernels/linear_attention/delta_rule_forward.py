@@ -17,8 +17,6 @@ from megatron_vl.kernels.sizes import DELTA_CHUNK as CHUNK_TOKENS
 from megatron_vl.kernels.sizes import cdiv
 from megatron_vl.kernels.where_kernels_run import has_large_shared_memory
 
-BASE_BLOCK = 16
-"""Size of the diagonal blocks that are inverted row by row."""
 SCAN_COLUMNS = 64
 """Number of the state's V columns that one program of a scan keeps."""
 
@@ -32,9 +30,9 @@ def load_tile(base_pointer, chunk, token_stride, head, length, C: tl.constexpr, 
 
 
 @triton.jit
-def compute_inverse_length(x):
-    x_fp32 = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(x_fp32 * x_fp32, 1) + 1e-6)
+def load_factors(base_pointer, chunk, head, heads, C: tl.constexpr):
+    """Loads [C] of a tensor [chunks, heads, C]."""
+    return tl.load(base_pointer + (chunk * heads + head) * C + tl.arange(0, C))
 
 
 @triton.jit
@@ -68,19 +66,13 @@ def find_visible_pairs_transposed(segment_ids, C: tl.constexpr):
 
 
 @triton.jit
-def sum_log_decay(log_decay, visible_pairs, chunk, head, length, heads, C: tl.constexpr):
-    """c [C]. It is summed within each sequence, so that other sequences do not change its rounding."""
-    token = chunk * C + tl.arange(0, C)
-    token_decay = tl.load(log_decay + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
-    return tl.sum(tl.where(visible_pairs, token_decay[None, :], 0.0), 1)
-
-
-@triton.jit
-def compute_border_factors(cumulative_decay, segment_ids, previous_segment, C: tl.constexpr):
+def compute_border_factors(
+    cumulative_decay, decay_sums, segment_ids, previous_segment, segments, chunk, head, length, heads,
+    C: tl.constexpr,
+):  # fmt: skip
     """read [C], write [C], and the factor by which the chunk multiplies the state."""
-    i = tl.arange(0, C)
-    last_segment = tl.sum(tl.where(i == C - 1, segment_ids, 0), 0)
-    end = tl.sum(tl.where(i == C - 1, cumulative_decay, 0.0), 0)
+    last_segment = tl.load(segments + tl.minimum(chunk * C + C, length) - 1)
+    end = tl.load(decay_sums + (chunk * heads + head) * C + C - 1)
     read_decay = tl.where(segment_ids == previous_segment, tl.exp(cumulative_decay), 0.0)
     write_decay = tl.exp(tl.where(segment_ids == last_segment, end - cumulative_decay, float("-inf")))
     return read_decay, write_decay, tl.where(last_segment == previous_segment, tl.exp(end), 0.0)
@@ -93,40 +85,21 @@ def load_beta(beta, chunk, head, length, heads, C: tl.constexpr):
 
 
 @triton.jit
-def _join_inverse_blocks(x, a, C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverses of diagonal blocks of size 2 WIDTH, from those of size WIDTH."""
-    i = tl.arange(0, C)
-    pair_index, half_index = i // (2 * WIDTH), i // WIDTH
-    is_off_diagonal = (pair_index[:, None] == pair_index[None, :]) & (
-        half_index[:, None] != half_index[None, :]
-    )
-    left_product = tl.dot(x, tl.where(is_off_diagonal, a, 0.0), input_precision=PRECISION)
-    return x - tl.dot(left_product, x, input_precision=PRECISION)
+def invert_unit_lower(a, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + a)^-1 for a strictly lower triangular a [C, C], where C is 64.
 
-
-@triton.jit
-def invert_unit_lower(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
-    """(1 + a)^-1 for a strictly lower triangular a [C, C], where C is 4 BASE.
-
-    Diagonal blocks are inverted row by row, and larger blocks are joined from them. The product (1 - a)
+    The inverses of diagonal blocks are joined to those of blocks twice as large. The product (1 - a)
     (1 + a^2) (1 + a^4) ... would be shorter, but its terms cancel if keys are alike.
     """
-    B: tl.constexpr = C // BASE
-    block_index, row_index = tl.arange(0, B), tl.arange(0, BASE)
-    is_diagonal = block_index[:, None, None, None] == block_index[None, None, :, None]
-    diagonal_blocks = tl.sum(tl.where(is_diagonal, tl.reshape(a, (B, BASE, B, BASE)), 0.0), 2)
-    x = tl.where(
-        row_index[None, :, None] == row_index[None, None, :], 1.0, tl.zeros((B, BASE, BASE), tl.float32)
-    )
-    for i in tl.static_range(1, BASE):
-        row_values = tl.sum(tl.where(row_index[None, :, None] == i, diagonal_blocks, 0.0), 1)
-        row_update = tl.sum(row_values[:, :, None] * x, 1)
-        x = tl.where(row_index[None, :, None] == i, x - row_update[:, None, :], x)
-
-    x = tl.broadcast_to(x[:, :, None, :], (B, BASE, B, BASE))
-    x = tl.reshape(tl.where(is_diagonal, x, 0.0), (C, C))
-    x = _join_inverse_blocks(x, a, C, BASE, PRECISION)
-    return _join_inverse_blocks(x, a, C, 2 * BASE, PRECISION)
+    i = tl.arange(0, C)
+    # The highest bit of two indices' difference is that of the smallest block that holds both.
+    difference = i[:, None] ^ i[None, :]
+    x = tl.where(difference == 0, 1.0, 0.0) - tl.where(difference == 1, a, 0.0)
+    for level in tl.static_range(1, 6):
+        is_joined = difference // 2**level == 1
+        left_product = tl.where(is_joined, tl.dot(x, a, input_precision=PRECISION), 0.0)
+        x -= tl.dot(left_product, x, input_precision=PRECISION)
+    return x
 
 
 def read_kernel_sizes(q: Tensor, v: Tensor) -> dict[str, int | str]:
@@ -301,27 +274,53 @@ def both_scans_kernel(
 
 
 @triton.jit(do_not_specialize=["length"])
+def _factors_kernel(
+    q, k, log_decay, segments, decay_sums, query_scales, key_scales, length, q_stride, k_stride, heads,
+    repeats,
+    K: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Stores c and the inverse lengths of queries and keys of one chunk and key head.
+
+    All other kernels read them: computing them there would take half of their instructions.
+    """
+    key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    token = chunk * C + tl.arange(0, C)
+    scale_offsets = (chunk * tl.num_programs(0) + key_head) * C + tl.arange(0, C)
+    query_tile = load_tile(q, chunk, q_stride, key_head, length, C, K).to(tl.float32)
+    tl.store(query_scales + scale_offsets, tl.rsqrt(tl.sum(query_tile * query_tile, 1) + 1e-6))
+    key_tile = load_tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
+    tl.store(key_scales + scale_offsets, tl.rsqrt(tl.sum(key_tile * key_tile, 1) + 1e-6))
+
+    # c is summed within each sequence, so that other sequences do not change its rounding.
+    segment_ids, _ = load_segment_ids(segments, chunk, length, C, False)
+    visible_pairs = find_visible_pairs(segment_ids, C)
+    for repeat in tl.range(0, repeats):
+        head = key_head * repeats + repeat
+        token_decay = tl.load(log_decay + token * heads + head, mask=token < length, other=0.0)
+        decay_sum = tl.sum(tl.where(visible_pairs, token_decay.to(tl.float32)[None, :], 0.0), 1)
+        tl.store(decay_sums + (chunk * heads + head) * C + tl.arange(0, C), decay_sum)
+
+
+@triton.jit(do_not_specialize=["length"])
 def _solve_kernel(
-    k, v, g, beta, segments, inverse_pointer, w, u, write_scale, state_decay, length, k_stride, v_stride,
-    heads, repeats,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr,
-    INITIAL: tl.constexpr,
+    k, v, decay_sums, key_scales, beta, segments, inverse_pointer, w, u, write_scale, state_decay, length,
+    k_stride, v_stride, heads, repeats,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
     """Stores T, w = T (beta read k), u = T (beta v) and the scan's factors of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     input_dtype: tl.constexpr = k.dtype.element_ty
     segment_ids, previous_segment = load_segment_ids(segments, chunk, length, C, INITIAL)
-    visible_pairs = find_visible_pairs(segment_ids, C)
-    cumulative_decay = sum_log_decay(g, visible_pairs, chunk, head, length, heads, C)
+    cumulative_decay = load_factors(decay_sums, chunk, head, heads, C)
     read_decay, write_decay, chunk_decay = compute_border_factors(
-        cumulative_decay, segment_ids, previous_segment, C
+        cumulative_decay, decay_sums, segment_ids, previous_segment, segments, chunk, head, length, heads, C
     )
     beta_tile = load_beta(beta, chunk, head, length, heads, C)
     key_tile = load_tile(k, chunk, k_stride, head // repeats, length, C, K)
-    key_scale = compute_inverse_length(key_tile)
+    key_scale = load_factors(key_scales, chunk, head // repeats, heads // repeats, C)
 
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    strictly_lower = visible_pairs & (i[:, None] > i[None, :])
+    strictly_lower = find_visible_pairs(segment_ids, C) & (i[:, None] > i[None, :])
     pair_decay = tl.exp(
         tl.where(strictly_lower, cumulative_decay[:, None] - cumulative_decay[None, :], float("-inf"))
     )
@@ -331,7 +330,7 @@ def _solve_kernel(
         * (beta_tile * key_scale)[:, None]
         * pair_decay
     )
-    system_inverse = invert_unit_lower(system_matrix, C, BASE, PRECISION)
+    system_inverse = invert_unit_lower(system_matrix, C, PRECISION)
 
     chunk_offset = (chunk * heads + head) * C
     tl.store(inverse_pointer + (chunk_offset + i[:, None]) * C + i[None, :], system_inverse.to(input_dtype))
@@ -349,7 +348,8 @@ def _solve_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _output_kernel(
-    q, k, log_decay, segments, state_pointer, delta_pointer, output_pointer, length, q_stride, k_stride,
+    q, k, decay_sums, query_scales, key_scales, segments, state_pointer, delta_pointer, output_pointer,
+    length, q_stride, k_stride,
     SCALE: tl.constexpr,
     heads, repeats,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
@@ -359,11 +359,11 @@ def _output_kernel(
     input_dtype: tl.constexpr = q.dtype.element_ty
     segment_ids, previous_segment = load_segment_ids(segments, chunk, length, C, INITIAL)
     visible_pairs = find_visible_pairs(segment_ids, C)
-    cumulative_decay = sum_log_decay(log_decay, visible_pairs, chunk, head, length, heads, C)
+    cumulative_decay = load_factors(decay_sums, chunk, head, heads, C)
     query_tile = load_tile(q, chunk, q_stride, head // repeats, length, C, K)
     key_tile = load_tile(k, chunk, k_stride, head // repeats, length, C, K)
-    query_scale = compute_inverse_length(query_tile) * SCALE
-    key_scale = compute_inverse_length(key_tile)
+    query_scale = load_factors(query_scales, chunk, head // repeats, heads // repeats, C) * SCALE
+    key_scale = load_factors(key_scales, chunk, head // repeats, heads // repeats, C)
 
     pair_decay = tl.exp(
         tl.where(visible_pairs, cumulative_decay[:, None] - cumulative_decay[None, :], float("-inf"))
@@ -388,6 +388,12 @@ def _output_kernel(
 class Saved(NamedTuple):
     """The tensors that :func:`run_forward` keeps for :func:`run_backward`."""
 
+    decay_sums: Tensor
+    """float32 [chunks, Vh, CHUNK], c."""
+    query_scales: Tensor
+    """float32 [chunks, Kh, CHUNK], the inverse lengths of queries."""
+    key_scales: Tensor
+    """float32 [chunks, Kh, CHUNK], the inverse lengths of keys."""
     inverse: Tensor
     """[chunks, Vh, CHUNK, CHUNK], the inverses of the triangular systems."""
     initial: Tensor | None
@@ -424,19 +430,24 @@ def run_forward(
         v.new_empty(*tile_shape, n) for n in (CHUNK_TOKENS, q.shape[2], value_width, value_width)
     )
     chunk_states = v.new_empty(num_chunks, num_value_heads, value_width, q.shape[2])
-    write_scale, state_decay = (
-        log_decay.new_empty(shape, dtype=torch.float32) for shape in (tile_shape, tile_shape[:2])
+    decay_sums, write_scale = (log_decay.new_empty(tile_shape, dtype=torch.float32) for _ in range(2))
+    state_decay = log_decay.new_empty(tile_shape[:2], dtype=torch.float32)
+    query_scales, key_scales = (
+        log_decay.new_empty(num_chunks, q.shape[1], CHUNK_TOKENS, dtype=torch.float32) for _ in range(2)
     )
     final_state = log_decay.new_empty(num_value_heads, q.shape[2], value_width, dtype=torch.float32)
     rule_output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
 
-    # The three kernels: the triangular systems, the states chunk by chunk, and the outputs.
+    # Four kernels: factors of tokens, the triangular systems, the states chunk by chunk, and the outputs.
     token_strides = (q.stride(0), k.stride(0), v.stride(0))
     continues = exchange is not None and exchange.route.tokens_before > 0
+    _factors_kernel[q.shape[1], num_chunks](
+        q, k, log_decay, segment_ids, decay_sums, query_scales, key_scales, num_tokens, *token_strides[:2],
+        num_value_heads, num_value_heads // q.shape[1], K=q.shape[2], C=CHUNK_TOKENS, num_warps=4,
+    )  # fmt: skip
     _solve_kernel[num_value_heads, num_chunks](
-        k, v, log_decay, beta, segment_ids, system_inverse, w, u, write_scale, state_decay,
-        num_tokens, *token_strides[1:],
-        BASE=BASE_BLOCK, num_warps=4, **kernel_sizes, INITIAL=continues,
+        k, v, decay_sums, key_scales, beta, segment_ids, system_inverse, w, u, write_scale, state_decay,
+        num_tokens, *token_strides[1:], num_warps=4, **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
 
     scan_options = choose_scan_options(v)
@@ -464,8 +475,8 @@ def run_forward(
     if exchange is not None and not continues:
         exchange.initial_state(final_state, None)
     _output_kernel[num_value_heads, num_chunks](
-        q, k, log_decay, segment_ids, chunk_states, delta_values, rule_output, num_tokens, *token_strides[:2],
-        SCALE=q.shape[2] ** -0.5, num_warps=4,
+        q, k, decay_sums, query_scales, key_scales, segment_ids, chunk_states, delta_values, rule_output,
+        num_tokens, *token_strides[:2], SCALE=q.shape[2] ** -0.5, num_warps=4,
         **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
-    return rule_output, Saved(system_inverse, initial, transition)
+    return rule_output, Saved(decay_sums, query_scales, key_scales, system_inverse, initial, transition)

@@ -56,15 +56,14 @@ from megatron_vl.kernels.linear_attention.delta_rule_forward import (
     both_scans_kernel,
     choose_scan_options,
     compute_border_factors,
-    compute_inverse_length,
     find_visible_pairs,
     find_visible_pairs_transposed,
     load_beta,
+    load_factors,
     load_segment_ids,
     load_tile,
     read_kernel_sizes,
     run_forward,
-    sum_log_decay,
 )
 from megatron_vl.kernels.linear_attention.gated_norm_triton import contiguous_heads
 from megatron_vl.kernels.linear_attention.shard_exchange import ShardExchange
@@ -73,8 +72,8 @@ from megatron_vl.kernels.sizes import cdiv
 
 @triton.jit(do_not_specialize=["length"])
 def _prepare_backward_kernel(
-    q, k, v, log_decay, beta, segments, output_grad_pointer, inverse_pointer, w, u, w_back, z, write_scale,
-    read_scale, beta_scale, state_decay, length, q_stride, k_stride, v_stride,
+    q, k, v, decay_sums, query_scales, key_scales, beta, segments, output_grad_pointer, inverse_pointer, w,
+    u, w_back, z, write_scale, read_scale, beta_scale, state_decay, length, q_stride, k_stride, v_stride,
     SCALE: tl.constexpr,
     heads, repeats,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
@@ -83,17 +82,15 @@ def _prepare_backward_kernel(
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     input_dtype: tl.constexpr = k.dtype.element_ty
     segment_ids, previous_segment = load_segment_ids(segments, chunk, length, C, INITIAL)
-    cumulative_decay = sum_log_decay(
-        log_decay, find_visible_pairs(segment_ids, C), chunk, head, length, heads, C
-    )
+    cumulative_decay = load_factors(decay_sums, chunk, head, heads, C)
     read_decay, write_decay, chunk_decay = compute_border_factors(
-        cumulative_decay, segment_ids, previous_segment, C
+        cumulative_decay, decay_sums, segment_ids, previous_segment, segments, chunk, head, length, heads, C
     )
     beta_tile = load_beta(beta, chunk, head, length, heads, C)
     query_tile = load_tile(q, chunk, q_stride, head // repeats, length, C, K)
     key_tile = load_tile(k, chunk, k_stride, head // repeats, length, C, K)
-    query_scale = compute_inverse_length(query_tile) * SCALE
-    key_scale = compute_inverse_length(key_tile)
+    query_scale = load_factors(query_scales, chunk, head // repeats, heads // repeats, C) * SCALE
+    key_scale = load_factors(key_scales, chunk, head // repeats, heads // repeats, C)
 
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     chunk_offset = (chunk * heads + head) * C
@@ -141,25 +138,10 @@ def _gradient_through_normalization(x, scaled_grad, inverse_length, factor):
     return (scaled_grad - unit_vector * radial_grad[:, None]) * (inverse_length * factor)[:, None]
 
 
-@triton.jit
-def _multiply_by_state(
-    x, state_pointer, chunk_index, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
-):
-    """The product of x [C, V] and a state [V, K], computed in two halves to save registers."""
-    i, j = tl.arange(0, C), tl.arange(0, K)
-    product = tl.zeros((C, K), tl.float32)
-    for half_index in tl.range(0, 2, num_stages=1):
-        m = half_index * (V // 2) + tl.arange(0, V // 2)
-        x_half = tl.load(x + (chunk_index * C + i[:, None]) * V + m[None, :])
-        state = tl.load(state_pointer + (chunk_index * V + m[:, None]) * K + j[None, :])
-        product = tl.dot(x_half, state, acc=product, input_precision=PRECISION)
-    return product
-
-
 @triton.jit(do_not_specialize=["length"])
 def _query_gradients_kernel(
-    q, k, log_decay, segments, output_grad_pointer, delta_pointer, state_pointer, query_grad_pointer,
-    decay_grad_pointer, length, q_stride, k_stride, dq_stride, heads, repeats,
+    q, k, decay_sums, query_scales, key_scales, segments, output_grad_pointer, delta_pointer, state_pointer,
+    query_grad_pointer, decay_grad_pointer, length, q_stride, k_stride, dq_stride, heads, repeats,
     SCALE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
     INITIAL: tl.constexpr,
 ):  # fmt: skip
@@ -172,13 +154,14 @@ def _query_gradients_kernel(
     visible_pairs = find_visible_pairs(segment_ids, C)
     query_tile = load_tile(q, chunk, q_stride, key_head, length, C, K)
     key_tile = load_tile(k, chunk, k_stride, key_head, length, C, K)
-    query_scale, key_scale = compute_inverse_length(query_tile), compute_inverse_length(key_tile)
+    query_scale = load_factors(query_scales, chunk, key_head, tl.num_programs(0), C)
+    key_scale = load_factors(key_scales, chunk, key_head, tl.num_programs(0), C)
 
     query_grads = tl.zeros((C, K), tl.float32)
     for repeat in tl.range(0, repeats, num_stages=1):
         head = key_head * repeats + repeat
         chunk_offset = chunk * heads + head
-        cumulative_decay = sum_log_decay(log_decay, visible_pairs, chunk, head, length, heads, C)
+        cumulative_decay = load_factors(decay_sums, chunk, head, heads, C)
         read_decay = tl.where(segment_ids == previous_segment, tl.exp(cumulative_decay), 0.0)
         output_grad = load_tile(output_grad_pointer, chunk, heads * V, head, length, C, V)
         delta_values = tl.load(delta_pointer + (chunk_offset * C + i[:, None]) * V + n[None, :])
@@ -221,9 +204,9 @@ def _query_gradients_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _pair_gradients_kernel(
-    q, k, log_decay, beta, segments, output_grad_pointer, delta_pointer, delta_grad_pointer,
-    query_decay_grads, decay_grad_pointer, beta_grad_pointer, partial_key_grads, length, q_stride, k_stride,
-    heads, repeats,
+    q, k, decay_sums, query_scales, key_scales, beta, segments, output_grad_pointer, delta_pointer,
+    delta_grad_pointer, query_decay_grads, decay_grad_pointer, beta_grad_pointer, partial_key_grads, length,
+    q_stride, k_stride, heads, repeats,
     SCALE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradients that reach keys, beta and c through pairs of tokens, in float32.
@@ -240,7 +223,8 @@ def _pair_gradients_kernel(
     )
     query_tile = load_tile(q, chunk, q_stride, key_head, length, C, K)
     key_tile = load_tile(k, chunk, k_stride, key_head, length, C, K)
-    query_scale, key_scale = compute_inverse_length(query_tile) * SCALE, compute_inverse_length(key_tile)
+    query_scale = load_factors(query_scales, chunk, key_head, tl.num_programs(0), C) * SCALE
+    key_scale = load_factors(key_scales, chunk, key_head, tl.num_programs(0), C)
 
     # Without the assumption, ptxas serializes all products of the kernel (its warning C7515).
     tl.assume(repeats > 0)
@@ -248,7 +232,7 @@ def _pair_gradients_kernel(
     for repeat in tl.range(0, repeats, num_stages=1):
         head = key_head * repeats + repeat
         chunk_offset = chunk * heads + head
-        cumulative_decay = sum_log_decay(log_decay, visible_pairs, chunk, head, length, heads, C)
+        cumulative_decay = load_factors(decay_sums, chunk, head, heads, C)
         beta_tile = load_beta(beta, chunk, head, length, heads, C)
         output_grad = load_tile(output_grad_pointer, chunk, heads * V, head, length, C, V)
         offsets = (chunk_offset * C + i[:, None]) * V + n[None, :]
@@ -304,10 +288,10 @@ def _pair_gradients_kernel(
 
 @triton.jit(do_not_specialize=["length"])
 def _key_gradients_kernel(
-    k, v, log_decay, beta, segments, delta_pointer, delta_grad_pointer, state_pointer, state_grad_pointer,
-    decay_grad_pointer, beta_grad_pointer, partial_key_grads, key_grad_pointer, value_grad_pointer,
-    log_decay_grad_pointer, final_beta_grad_pointer, length, k_stride, v_stride, dk_stride, dv_stride, heads,
-    repeats,
+    k, v, decay_sums, key_scales, beta, segments, delta_pointer, delta_grad_pointer, state_pointer,
+    state_grad_pointer, decay_grad_pointer, beta_grad_pointer, partial_key_grads, key_grad_pointer,
+    value_grad_pointer, log_decay_grad_pointer, final_beta_grad_pointer, length, k_stride, v_stride,
+    dk_stride, dv_stride, heads, repeats,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, INITIAL: tl.constexpr,
 ):  # fmt: skip
     """Stores the other gradients of a chunk and key head, summed over its value heads."""
@@ -318,17 +302,18 @@ def _key_gradients_kernel(
     token = chunk * C + i
     is_inside = token < length
     visible_pairs = find_visible_pairs(segment_ids, C)
-    key_scale = compute_inverse_length(load_tile(k, chunk, k_stride, key_head, length, C, K))
+    key_scale = load_factors(key_scales, chunk, key_head, tl.num_programs(0), C)
 
     offsets = ((chunk * tl.num_programs(0) + key_head) * C + i[:, None]) * K + j[None, :]
     key_grads = tl.load(partial_key_grads + offsets)
     for repeat in tl.range(0, repeats, num_stages=1):
         head = key_head * repeats + repeat
         chunk_offset = chunk * heads + head
-        cumulative_decay = sum_log_decay(log_decay, visible_pairs, chunk, head, length, heads, C)
+        cumulative_decay = load_factors(decay_sums, chunk, head, heads, C)
         read_decay, write_decay, chunk_decay = compute_border_factors(
-            cumulative_decay, segment_ids, previous_segment, C
-        )
+            cumulative_decay, decay_sums, segment_ids, previous_segment, segments, chunk, head, length, heads,
+            C,
+        )  # fmt: skip
         beta_tile = load_beta(beta, chunk, head, length, heads, C)
         decay_grad, beta_grad = (
             tl.load(decay_grad_pointer + chunk_offset * C + i),
@@ -336,28 +321,28 @@ def _key_gradients_kernel(
         )
 
         # Through the state before the chunk, which the triangular system reads, and the state after it.
-        state_product = _multiply_by_state(
-            delta_grad_pointer, state_pointer, chunk_offset, K, V, C, PRECISION
-        )
-        key_grads -= state_product * (beta_tile * read_decay)[:, None]
+        read_product, write_product = tl.zeros((C, K), tl.float32), tl.zeros((C, K), tl.float32)
+        state_decay_grad = tl.zeros((V // 2,), tl.float32)
+        for half_index in tl.range(0, 2, num_stages=1):  # in two halves to save registers
+            m = half_index * (V // 2) + tl.arange(0, V // 2)
+            state_offsets = (chunk_offset * V + m[:, None]) * K + j[None, :]
+            state = tl.load(state_pointer + state_offsets)
+            state_grad = tl.load(state_grad_pointer + state_offsets)
+            state_decay_grad += tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), 1)
+            half_offsets = (chunk_offset * C + i[:, None]) * V + m[None, :]
+            delta_grad_half = tl.load(delta_grad_pointer + half_offsets)
+            read_product = tl.dot(delta_grad_half, state, acc=read_product, input_precision=PRECISION)
+            delta_half = tl.load(delta_pointer + half_offsets)
+            write_product = tl.dot(delta_half, state_grad, acc=write_product, input_precision=PRECISION)
+        key_grads -= read_product * (beta_tile * read_decay)[:, None]
         tile_again = load_tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
-        read_grad = -tl.sum(state_product * tile_again, 1) * key_scale * read_decay
+        read_grad = -tl.sum(read_product * tile_again, 1) * key_scale * read_decay
         beta_grad += read_grad
         decay_grad += read_grad * beta_tile
-        state_product = (
-            _multiply_by_state(delta_pointer, state_grad_pointer, chunk_offset, K, V, C, PRECISION)
-            * write_decay[:, None]
-        )
-        key_grads += state_product
-        tile_again = load_tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
-        write_grad = tl.sum(state_product * tile_again, 1) * key_scale
-        state_decay_grad = tl.zeros((16, K), tl.float32)
-        for state_rows in tl.range(0, V // 16, num_stages=1):
-            state_offsets = (chunk_offset * V + state_rows * 16 + tl.arange(0, 16)[:, None]) * K + j[None, :]
-            state_decay_grad += tl.load(state_pointer + state_offsets).to(tl.float32) * tl.load(
-                state_grad_pointer + state_offsets
-            ).to(tl.float32)
-        state_decay_grad = tl.sum(tl.sum(state_decay_grad, 1), 0) * chunk_decay
+        write_product *= write_decay[:, None]
+        key_grads += write_product
+        write_grad = tl.sum(write_product * tile_again, 1) * key_scale
+        state_decay_grad = tl.sum(state_decay_grad, 0) * chunk_decay
         decay_grad += tl.where(i == C - 1, tl.sum(write_grad, 0) + state_decay_grad, 0.0) - write_grad
 
         value_tile = load_tile(v, chunk, v_stride, head, length, C, V).to(tl.float32)
@@ -419,10 +404,11 @@ def run_backward(
     dinitial = None if saved.initial is None else torch.empty_like(saved.initial)
 
     query_scale = q.shape[2] ** -0.5
+    factors = saved.decay_sums, saved.query_scales, saved.key_scales
     token_strides = (q.stride(0), k.stride(0), v.stride(0))
     continues = saved.initial is not None
     _prepare_backward_kernel[num_value_heads, num_chunks](
-        q, k, v, log_decay, beta, segment_ids, output_grad, saved.inverse, w, u, w_back, z,
+        q, k, v, *factors, beta, segment_ids, output_grad, saved.inverse, w, u, w_back, z,
         write_scale, read_scale, beta_scale, state_decay, num_tokens, *token_strides,
         SCALE=query_scale, num_warps=4,
         **kernel_sizes, INITIAL=continues,
@@ -455,22 +441,22 @@ def run_backward(
 
     key_heads = q.shape[1]
     _query_gradients_kernel[key_heads, num_chunks](
-        q, k, log_decay, segment_ids, output_grad, delta_values, chunk_states, query_grad, write_scale,
+        q, k, *factors, segment_ids, output_grad, delta_values, chunk_states, query_grad, write_scale,
         num_tokens, *token_strides[:2], query_grad.stride(0), SCALE=query_scale,
-        num_warps=8, **kernel_sizes, INITIAL=continues,
+        num_warps=4, **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
     partial_key_grads = log_decay.new_empty(
         num_chunks, key_heads, CHUNK_TOKENS, q.shape[2], dtype=torch.float32
     )
     _pair_gradients_kernel[key_heads, num_chunks](
-        q, k, log_decay, beta, segment_ids, output_grad, delta_values, delta_grads, write_scale, read_scale,
+        q, k, *factors, beta, segment_ids, output_grad, delta_values, delta_grads, write_scale, read_scale,
         beta_scale, partial_key_grads, num_tokens, *token_strides[:2],
         SCALE=query_scale, num_warps=4, **kernel_sizes,
     )  # fmt: skip
     _key_gradients_kernel[key_heads, num_chunks](
-        k, v, log_decay, beta, segment_ids, delta_values, delta_grads, chunk_states, state_grads, read_scale,
-        beta_scale, partial_key_grads, key_grad, value_grad, log_decay_grad, beta_grad,
-        num_tokens, *token_strides[1:], key_grad.stride(0), value_grad.stride(0),
+        k, v, saved.decay_sums, saved.key_scales, beta, segment_ids, delta_values, delta_grads, chunk_states,
+        state_grads, read_scale, beta_scale, partial_key_grads, key_grad, value_grad, log_decay_grad,
+        beta_grad, num_tokens, *token_strides[1:], key_grad.stride(0), value_grad.stride(0),
         num_warps=8, **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
     return query_grad, key_grad, value_grad, log_decay_grad, beta_grad
