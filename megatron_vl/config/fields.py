@@ -218,7 +218,7 @@ class RecomputeConfig:
 class Fp8Config:
     """Matrix products of the layers in FP8 (Transformer Engine on Hopper or later).
 
-    Weights and gradients keep their types.
+    Weights and gradients keep their types. Products of routed experts stay in bf16.
     """
 
     recipe: Literal["none", "tensorwise", "delayed", "blockwise"] = "none"

@@ -141,7 +141,7 @@ class ActivationEstimator:
     @property
     def _experts_gather(self) -> bool:
         """Whether experts keep tokens and no copies of them (:mod:`megatron_vl.models.moe.experts`)."""
-        return self.layout.etp == 1 and self.config.fp8.recipe == "none"
+        return self.layout.etp == 1
 
     def _recomputed_layers(
         self, layer_bytes: list[float], input_bytes: float, other_bytes: float

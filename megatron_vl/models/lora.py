@@ -233,8 +233,8 @@ class AdaptedModel:
         [part] = adapter.parts
         if not linear.takes_tile_plan or self.sharding.etp > 1 or part.rank % MIN_RANK_MULTIPLE:
             raise RunConfigError(
-                "lora.targets: on GPUs, adapters of experts need bfloat16 without FP8, parallel.etp 1, and a"
-                f" rank that is a multiple of {MIN_RANK_MULTIPLE}; change one of these, or leave out experts"
+                "lora.targets: on GPUs, adapters of experts need bfloat16, parallel.etp 1, and a rank that is"
+                f" a multiple of {MIN_RANK_MULTIPLE}; change one of these, or leave out experts"
             )
         factors_a, factors_b = zip(
             *(self._initial_factors(adapter, base) for base in base_tensors), strict=True

@@ -87,7 +87,11 @@ def language_config(
         mrope_section=list(language_spec.mrope_section),
         **expert_settings,
         **_recompute_settings(
-            platform, recompute.language, recompute.language_modules, has_experts=bool(expert_settings)
+            platform,
+            recompute.language,
+            recompute.language_modules,
+            has_experts=bool(expert_settings),
+            in_fp8=config.fp8.recipe != "none",
         ),
         **_fp8_settings(platform, config),
         **_common_settings(platform, spec, layout, config),
@@ -145,7 +149,11 @@ def _fp8_settings(platform: Platform, config: TrainConfig) -> dict[str, Any]:
 
 
 def _recompute_settings(
-    platform: Platform, recompute_mode: str, recompute_modules: Sequence[str], has_experts: bool = False
+    platform: Platform,
+    recompute_mode: str,
+    recompute_modules: Sequence[str],
+    has_experts: bool = False,
+    in_fp8: bool = False,
 ) -> dict[str, Any]:
     if (
         recompute_mode == "selective"
@@ -163,8 +171,10 @@ def _recompute_settings(
     core_modules = [module for module in recompute_modules if module != "activation"]
     if has_experts and "mlp" in recompute_modules:
         core_modules.append("moe")
-    elif has_experts and "activation" in recompute_modules and platform.has_transformer_engine:
-        core_modules.append("moe_act")  # core supports it only for grouped experts
+    elif has_experts and "activation" in recompute_modules and platform.has_transformer_engine and not in_fp8:
+        # Core supports it only for grouped experts, and refuses it with delayed scaling. Experts in bf16 keep
+        # no activation anyway, except beside adapters.
+        core_modules.append("moe_act")
 
     if recompute_mode == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}

@@ -12,7 +12,7 @@ from megatron_vl.config import Fp8Config, RunConfigError, TrainConfig
 from megatron_vl.kernels.attention import flash_attention
 from megatron_vl.models.attention import choose_backend, flash_attention_is_right, make_backend
 from megatron_vl.models.batch import KeySegments, Segments
-from megatron_vl.models.transformer_configs import _fp8_settings
+from megatron_vl.models.transformer_configs import _fp8_settings, _recompute_settings
 from megatron_vl.platform import Platform, PlatformError
 
 CHOICES: list[tuple[str, dict]] = [
@@ -69,6 +69,8 @@ def test_kernels_and_fp8_follow_the_generation(monkeypatch, capability: int, bac
     assert _fp8_settings(found, TrainConfig()) == {}
     if capability >= 90:
         assert _fp8_settings(found, with_fp8) == {"fp8": "hybrid", "fp8_recipe": "delayed"}
+        # Core 0.19.2 refuses to recompute activations of experts with delayed scaling.
+        assert _recompute_settings(found, "selective", ["activation"], has_experts=True, in_fp8=True) == {}
         return
     stated = f"fp8.recipe delayed needs Hopper .*, and this GPU has 8.{capability % 10}; set fp8.recipe"
     with pytest.raises(RunConfigError, match=stated):

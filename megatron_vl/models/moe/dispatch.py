@@ -362,7 +362,7 @@ class ExpertsLayer(MoELayer):
 
     With :class:`OncePerRankDispatcher`, a token goes to each rank at most once. Core's dispatcher remains for
     experts whose matrices are cut (expert tensor parallelism), and for experts that Transformer Engine
-    computes (FP8, float32). Padding is not sent.
+    computes (float32). Padding is not sent.
     """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
