@@ -64,7 +64,6 @@ def run_as_rank(work: Path, family: str, platform_name: str) -> None:
     layouts = {
         name: layout
         for name, layout in all_layouts.items()
-        # The sizes of linear attention fit FP8 on one rank, not cut by two.
         if (is_moe or "ep" not in layout) and not (has_linear_attention and {"fp8", "tp"} <= layout.keys())
     }
     lora = {"rank": 16, "targets": FAMILIES[family]}

@@ -229,17 +229,15 @@ def launch_all() -> None:
     # Linear attention, of 397B-A17B.
     segments = torch.zeros(TOKENS, dtype=torch.int32)
     run(causal_conv_triton.causal_conv(absent(TOKENS, 12288), absent(12288, 4), segments))
-    heads = absent(TOKENS, 64, 128)
-    run(gated_norm_triton.gated_norm(heads, absent(TOKENS, 64, 128), absent(128), 1e-6))
+    run(gated_norm_triton.gated_norm(absent(TOKENS, 64, 128), absent(TOKENS, 64, 128), absent(128), 1e-6))
     query, key, value = absent(TOKENS, 16 + 16 + 64, 128).split((16, 16, 64), dim=1)
     decay, beta = absent(TOKENS, 64, dtype=torch.float32), absent(TOKENS, 64)
     run(gated_delta_rule(query, key, value, decay, beta, segments))
     # The same as the shard of a longer row, amid a document.
     state = absent(64, 128, 128, dtype=torch.float32, grad=False)
+    route = SimpleNamespace(tokens_before=1, tokens_after=1, is_spanned=True, last_start=0, first_end=TOKENS)
     neighbours: Any = SimpleNamespace(
-        route=SimpleNamespace(
-            tokens_before=1, tokens_after=1, is_spanned=True, last_start=0, first_end=TOKENS
-        ),
+        route=route,
         halo=lambda x, width: absent(width, x.shape[1], grad=False),
         add_halo_gradients=lambda *_: None,
         initial_state=lambda *_: state,

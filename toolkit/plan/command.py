@@ -48,6 +48,10 @@ def make_plan(options: PlanOptions) -> Plan:
     if config.lora.adapter:
         config = with_start_lora(config, spec, find_source_checkpoint(config))
     gpu = find_gpu(options.gpu) if options.gpu else local_gpu() or find_gpu()
+    if config.fp8.recipe != "none" and not gpu.is_hopper_or_later:
+        raise UserError(
+            f"fp8.recipe {config.fp8.recipe} needs Hopper or later, and {gpu.name} is older; set it to none"
+        )
     request = SearchRequest(config, spec, options.gpus, gpu, _host_gib(options))
     own = None
     if _sets_layout(config.parallel, options.fields):
