@@ -281,7 +281,7 @@ def _factors_kernel(
 ):  # fmt: skip
     """Stores c and the inverse lengths of queries and keys of one chunk and key head.
 
-    All other kernels read them: computing them there would take half of their instructions.
+    Each kernel but the scans reads them. Computed there, they were up to half of its instructions.
     """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = chunk * C + tl.arange(0, C)
