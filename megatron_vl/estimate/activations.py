@@ -251,7 +251,7 @@ class ActivationEstimator:
         core_elements = (
             linear_attention.conv_channels
             + values
-            + linear_attention.value_heads * (1 + 8 / self.bytes_per_element + DELTA_CHUNK)
+            + linear_attention.value_heads * (1 + 4 / self.bytes_per_element + DELTA_CHUNK)
             + linear_attention.key_heads * 8 / self.bytes_per_element
         )
         if self.layout.cp > 1:  # a state and a matrix of each value head

@@ -289,7 +289,10 @@ _outputs: dict[Any, Any] = {}
 
 
 def is_recomputing() -> bool:
-    """Whether a module runs for the second time, so that nothing reads what it returns."""
+    """Whether a module runs for the second time, so that nothing reads what it returns.
+
+    In FP8, core recomputes by Transformer Engine's function, and this is False.
+    """
     return is_checkpointing() and torch.is_grad_enabled()
 
 

@@ -282,7 +282,7 @@ def transformer_block_spec(
             layer_specs,
             layers_with_experts,
             pre_mlp_layernorm=layer_modules.expert_norm,
-            mlp=moe_layer(platform, *linear_classes(platform)),
+            mlp=moe_layer(platform, *linear_classes(platform), recompute_activation=recompute_activation),
         )
     if any(layers_with_linear_attention):
         linears = {"column": layer_modules.column_linear, "row": layer_modules.row_linear}

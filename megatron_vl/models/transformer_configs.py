@@ -87,11 +87,7 @@ def language_config(
         mrope_section=list(language_spec.mrope_section),
         **expert_settings,
         **_recompute_settings(
-            platform,
-            recompute.language,
-            recompute.language_modules,
-            has_experts=bool(expert_settings),
-            in_fp8=config.fp8.recipe != "none",
+            platform, recompute.language, recompute.language_modules, has_experts=bool(expert_settings)
         ),
         **_fp8_settings(platform, config),
         **_common_settings(platform, spec, layout, config),
@@ -149,11 +145,7 @@ def _fp8_settings(platform: Platform, config: TrainConfig) -> dict[str, Any]:
 
 
 def _recompute_settings(
-    platform: Platform,
-    recompute_mode: str,
-    recompute_modules: Sequence[str],
-    has_experts: bool = False,
-    in_fp8: bool = False,
+    platform: Platform, recompute_mode: str, recompute_modules: Sequence[str], has_experts: bool = False
 ) -> dict[str, Any]:
     if (
         recompute_mode == "selective"
@@ -167,14 +159,11 @@ def _recompute_settings(
     if recompute_mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
-    # fused_layers.FusedMLP implements the recomputation of "activation".
+    # FusedMLP and GroupedExperts implement the recomputation of "activation". Core refuses its own for
+    # experts (moe_act) with delayed scaling.
     core_modules = [module for module in recompute_modules if module != "activation"]
     if has_experts and "mlp" in recompute_modules:
         core_modules.append("moe")
-    elif has_experts and "activation" in recompute_modules and platform.has_transformer_engine and not in_fp8:
-        # Core supports it only for grouped experts, and refuses it with delayed scaling. Experts in bf16 keep
-        # no activation anyway, except beside adapters.
-        core_modules.append("moe_act")
 
     if recompute_mode == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}

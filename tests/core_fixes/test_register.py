@@ -192,7 +192,7 @@ def check_swiglu_of_experts() -> None:
 
 @pytest.mark.ranks
 def test_experts_take_our_swiglu() -> None:
-    """Core's own experts, when Transformer Engine's linears compute them (FP8), run our kernel."""
+    """Core's own experts, when Transformer Engine's linears compute them (float32), run our kernel."""
     call(check_swiglu_of_experts, environment={"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
 
 

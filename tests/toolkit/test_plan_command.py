@@ -129,7 +129,7 @@ def test_plan_refuses_wrong_options(capsys) -> None:
         (["--gpus", "2"], "no model is given"),
         ([*B7, "--gpus", "0"], "at least 1"),
         ([*B7[:2], "--gpus", "2", "--gpu", "A1000"], "GPU A1000 is unknown"),
-        ([*B7[:2], "--gpus", "1", "--gpu", "A100", "--fp8.recipe", "delayed"], "Hopper or later, and A100"),
+        ([*B7[:2], "--gpus", "1", "--gpu", "A100", "--fp8.recipe", "delayed"], "Hopper or later, which A100"),
     ):
         assert main(["plan", *words]) in (1, 2)
         assert told in capsys.readouterr().err

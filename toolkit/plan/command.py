@@ -50,7 +50,7 @@ def make_plan(options: PlanOptions) -> Plan:
     gpu = find_gpu(options.gpu) if options.gpu else local_gpu() or find_gpu()
     if config.fp8.recipe != "none" and not gpu.is_hopper_or_later:
         raise UserError(
-            f"fp8.recipe {config.fp8.recipe} needs Hopper or later, and {gpu.name} is older; set it to none"
+            f"fp8.recipe {config.fp8.recipe} needs Hopper or later, which {gpu.name} is not; set it to none"
         )
     request = SearchRequest(config, spec, options.gpus, gpu, _host_gib(options))
     own = None

@@ -88,7 +88,7 @@ def load_beta(beta, chunk, head, length, heads, C: tl.constexpr):
 def invert_unit_lower(a, C: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + a)^-1 for a strictly lower triangular a [C, C], where C is 64.
 
-    The inverses of diagonal blocks are joined to those of blocks twice as large. The product (1 - a)
+    The inverses of diagonal blocks are joined into those of blocks twice as large. The product (1 - a)
     (1 + a^2) (1 + a^4) ... would be shorter, but its terms cancel if keys are alike.
     """
     i = tl.arange(0, C)
@@ -281,7 +281,7 @@ def _factors_kernel(
 ):  # fmt: skip
     """Stores c and the inverse lengths of queries and keys of one chunk and key head.
 
-    Each kernel but the scans reads them. Computed there, they were up to half of its instructions.
+    All kernels but the scans read them. Computing them in each kernel took up to half of its instructions.
     """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     token = chunk * C + tl.arange(0, C)

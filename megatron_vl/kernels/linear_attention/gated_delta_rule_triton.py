@@ -370,7 +370,6 @@ def run_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: Tensor,
     beta: Tensor,
     segment_ids: Tensor,
     saved: Saved,
@@ -395,12 +394,10 @@ def run_backward(
     chunk_states, state_grads = (
         v.new_empty(num_chunks, num_value_heads, value_width, q.shape[2]) for _ in range(2)
     )
-    write_scale, read_scale, beta_scale = (
-        log_decay.new_empty(tile_shape, dtype=torch.float32) for _ in range(3)
-    )
-    state_decay = log_decay.new_empty(tile_shape[:2], dtype=torch.float32)
-    final_state = log_decay.new_empty(num_value_heads, q.shape[2], value_width, dtype=torch.float32)
-    log_decay_grad, beta_grad = torch.empty_like(log_decay), torch.empty_like(beta)
+    write_scale, read_scale, beta_scale = (torch.empty_like(saved.decay_sums) for _ in range(3))
+    state_decay = saved.decay_sums.new_empty(tile_shape[:2])
+    final_state = saved.decay_sums.new_empty(num_value_heads, q.shape[2], value_width)
+    log_decay_grad, beta_grad = torch.empty_like(beta, dtype=torch.float32), torch.empty_like(beta)
     dinitial = None if saved.initial is None else torch.empty_like(saved.initial)
 
     query_scale = q.shape[2] ** -0.5
@@ -445,9 +442,7 @@ def run_backward(
         num_tokens, *token_strides[:2], query_grad.stride(0), SCALE=query_scale,
         num_warps=4, **kernel_sizes, INITIAL=continues,
     )  # fmt: skip
-    partial_key_grads = log_decay.new_empty(
-        num_chunks, key_heads, CHUNK_TOKENS, q.shape[2], dtype=torch.float32
-    )
+    partial_key_grads = saved.decay_sums.new_empty(num_chunks, key_heads, CHUNK_TOKENS, q.shape[2])
     _pair_gradients_kernel[key_heads, num_chunks](
         q, k, *factors, beta, segment_ids, output_grad, delta_values, delta_grads, write_scale, read_scale,
         beta_scale, partial_key_grads, num_tokens, *token_strides[:2],
@@ -475,15 +470,15 @@ class _GatedDeltaRule(torch.autograd.Function):
         exchange: ShardExchange | None,
     ) -> Tensor:
         rule_output, saved = run_forward(q, k, v, log_decay, beta, segment_ids, exchange)
-        ctx.save_for_backward(q, k, v, log_decay, beta, segment_ids, *saved)
+        ctx.save_for_backward(q, k, v, beta, segment_ids, *saved)
         ctx.exchange = exchange
         return rule_output
 
     @staticmethod
     def backward(ctx, output_grad: Tensor):
-        q, k, v, log_decay, beta, segments, *tensors = ctx.saved_tensors
+        q, k, v, beta, segments, *tensors = ctx.saved_tensors
         gradients = run_backward(
-            q, k, v, log_decay, beta, segments, Saved(*tensors), output_grad.contiguous(), ctx.exchange
+            q, k, v, beta, segments, Saved(*tensors), output_grad.contiguous(), ctx.exchange
         )
         return *gradients, None, None
 

@@ -1,10 +1,10 @@
 """Computes a rank's experts with one kernel launch per product.
 
 Transformer Engine needs one launch per product and expert. The parameters are those of Megatron-core's
-``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so that nothing changes for checkpoints and optimizer.
-Only the products are ours (:mod:`megatron_vl.kernels.experts.grouped_gemm`), in bf16 also in a run with FP8.
-They read each expert's token count on the device, so the host waits for no counts unless ranks exchange
-tokens.
+``TEGroupedMLP`` (``linear_fc1.weight0`` and so on), so that nothing changes for checkpoints and the
+optimizer. Only the products are ours (:mod:`megatron_vl.kernels.experts.grouped_gemm`), which are in bf16
+even in an FP8 run. They read each expert's token count on the device, so the host waits for no counts unless
+ranks exchange tokens.
 
 A model has many experts, so the host avoids work per expert: the kernel adds weight gradients to
 ``main_grad``, and DDP is notified that they are ready without an autograd node for each weight
@@ -221,10 +221,16 @@ class PlannedLinear:
 
 
 class GroupedExperts(TEGroupedMLP):
-    """Core's grouped experts. In bf16, they use our products."""
+    """Core's grouped experts. In bf16, they use our products.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    Args:
+        recompute_activation: whether to recompute the activation where an adapter, or a linear of Transformer
+            Engine, would keep it.
+    """
+
+    def __init__(self, *args: Any, recompute_activation: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.activation_recompute = recompute_activation
         self.planned = self.config.params_dtype == torch.bfloat16
         for grouped_linear in (self.linear_fc1, self.linear_fc2):
             grouped_linear.takes_tile_plan = self.planned

@@ -127,7 +127,9 @@ class CountingRouter(TopKRouter):
         return MoEAuxLossAutoScaler.apply(probs, aux_loss * num_tokens * self.loss_scale)
 
 
-def moe_layer(platform: Platform, column_linear: Any, row_linear: Any) -> Any:
+def moe_layer(
+    platform: Platform, column_linear: Any, row_linear: Any, *, recompute_activation: bool = False
+) -> Any:
     """The constructor of a decoder layer's mixture of experts, which replaces its MLP."""
     dense_submodules = MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear)
     experts_builder: Any = partial(SequentialMLP, submodules=dense_submodules)
@@ -148,7 +150,9 @@ def moe_layer(platform: Platform, column_linear: Any, row_linear: Any) -> Any:
 
         use_fused_swiglu()
         grouped_submodules = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-        experts_builder = partial(GroupedExperts, submodules=grouped_submodules)
+        experts_builder = partial(
+            GroupedExperts, submodules=grouped_submodules, recompute_activation=recompute_activation
+        )
 
     # Core calls the constructor of the shared expert if the model has one.
     shared_builder = partial(SharedExpertMLP, submodules=dense_submodules)
