@@ -69,8 +69,7 @@ def test_kernels_and_fp8_follow_the_generation(monkeypatch, capability: int, bac
     assert _fp8_settings(found, TrainConfig()) == {}
     if capability >= 90:
         assert _fp8_settings(found, with_fp8) == {"fp8": "hybrid", "fp8_recipe": "delayed"}
-        # Core 0.19.2 refuses to recompute activations of experts with delayed scaling.
-        assert _recompute_settings(found, "selective", ["activation"], has_experts=True) == {}
+        assert _recompute_settings(found, "selective", ["activation"], has_experts=True) == {}  # no moe_act
         return
     stated = f"fp8.recipe delayed needs Hopper .*, and this GPU has 8.{capability % 10}; set fp8.recipe"
     with pytest.raises(RunConfigError, match=stated):

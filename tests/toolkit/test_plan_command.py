@@ -9,7 +9,7 @@ import torch
 
 from converters.convert import convert_adapter
 from megatron_vl.config import parse_config
-from megatron_vl.estimate.gpus import find_gpu
+from megatron_vl.estimate.gpus import Gpu, find_gpu
 from tests.converters.peft_models import peft_folder
 from tests.support.planned import predict_run
 from tests.tiny import tiny_checkpoint
@@ -36,8 +36,7 @@ def test_printed_options_are_the_planned_run(capsys) -> None:
     assert main(words) == 0
     said = capsys.readouterr().out
     line = next(line for line in said.splitlines() if line.startswith("first layout: --"))
-    options = line.removeprefix("first layout: ").split()
-    again = predict_run(parse_config(options), best.spec, 1, find_gpu("A100"))
+    again = predict_run(parse_config(line.split()[2:]), best.spec, 1, find_gpu("A100"))
     assert "--optimizer.offload_fraction 1.0" in line
     assert (again.peak_gib, again.step_seconds) == (best.peak_gib, best.step_seconds)
 
@@ -124,7 +123,7 @@ def test_layout_without_host_memory_does_not_fit(capsys) -> None:
     assert "--optimizer.offload_fraction 0.0" in said
 
 
-def test_plan_refuses_wrong_options(capsys) -> None:
+def test_plan_refuses_wrong_options(capsys, monkeypatch) -> None:
     for words, told in (
         (["--gpus", "2"], "no model is given"),
         ([*B7, "--gpus", "0"], "at least 1"),
@@ -133,3 +132,5 @@ def test_plan_refuses_wrong_options(capsys) -> None:
     ):
         assert main(["plan", *words]) in (1, 2)
         assert told in capsys.readouterr().err
+    monkeypatch.setattr("toolkit.plan.command.local_gpu", lambda: Gpu(**vars(find_gpu()) | {"name": "RTX"}))
+    assert main(["plan", *B7[:2], "--gpus", "8", "--fp8.recipe", "delayed"]) == 0

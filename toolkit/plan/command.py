@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.estimate.flops import RowSizes
-from megatron_vl.estimate.gpus import find_gpu, local_gpu
+from megatron_vl.estimate.gpus import find_gpu, known_gpus, local_gpu
 from megatron_vl.estimate.memory import GPU_MEMORY_PARTS
 from megatron_vl.estimate.memory_check import with_offload_fraction
 from megatron_vl.estimate.search import SearchRequest, describe_layout, search_layouts, smallest_layout
@@ -48,7 +48,8 @@ def make_plan(options: PlanOptions) -> Plan:
     if config.lora.adapter:
         config = with_start_lora(config, spec, find_source_checkpoint(config))
     gpu = find_gpu(options.gpu) if options.gpu else local_gpu() or find_gpu()
-    if config.fp8.recipe != "none" and not gpu.is_hopper_or_later:
+    # Of a GPU that only this machine knows (an H20, an RTX 5090), the generation is not known.
+    if config.fp8.recipe != "none" and gpu.name in known_gpus() and not gpu.is_hopper_or_later:
         raise UserError(
             f"fp8.recipe {config.fp8.recipe} needs Hopper or later, which {gpu.name} is not; set it to none"
         )

@@ -230,7 +230,8 @@ class GroupedExperts(TEGroupedMLP):
 
     def __init__(self, *args: Any, recompute_activation: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.activation_recompute = recompute_activation
+        is_recomputed_whole = "moe" in (self.config.recompute_modules or ())
+        self.activation_recompute = recompute_activation and not is_recomputed_whole
         self.planned = self.config.params_dtype == torch.bfloat16
         for grouped_linear in (self.linear_fc1, self.linear_fc2):
             grouped_linear.takes_tile_plan = self.planned
